@@ -280,21 +280,14 @@ def placement(
     if index or hindsight:
         attribute(f"benchmarks.placement.{'index' if index else 'hindsight'}:main")(ask)
         return
+    from benchmarks.catalog.grid import Grid
     from benchmarks.placement import real as live
     from benchmarks.placement import simulated as virtual
 
     if real:
         live.main(ask, listed(systems) if systems else live.SYSTEMS, model, live.Talk())
         return
-    virtual.main(
-        ask,
-        listed(systems or ""),
-        listed(grounds or ""),
-        numbers(engines) if engines else (),
-        numbers(loads) if loads else (),
-        seconds,
-        kv,
-    )
+    virtual.main(ask, Grid.read(systems, grounds, engines, loads, seconds), kv)
 
 
 @command()
@@ -311,10 +304,10 @@ def catalog(
     seconds: Annotated[float | None, typer.Option(min=1.0, help="Simulated seconds that count; unset, 240.")] = None,
 ) -> None:
     """Serve the workloads of Kubernetes' inference-perf, alone and mixed, on a fleet (SIMULATED)."""
+    from benchmarks.catalog.grid import Grid
     from benchmarks.catalog.simulated import main
 
-    sizes, multiples = (numbers(given) if given else () for given in (engines, loads))
-    main(ask, listed(systems or ""), listed(grounds or ""), sizes, multiples, seconds)
+    main(ask, Grid.read(systems, grounds, engines, loads, seconds))
 
 
 @command()
@@ -339,9 +332,9 @@ def agents(
         on_engines(ask, listed(systems or ""))
         return
     from benchmarks.catalog.agents import main
+    from benchmarks.catalog.grid import Grid
 
-    sizes, multiples = (numbers(given) if given else () for given in (engines, loads))
-    main(ask, listed(systems or ""), listed(settings or ""), sizes, multiples, seconds)
+    main(ask, Grid.read(systems, settings, engines, loads, seconds))
 
 
 @command()

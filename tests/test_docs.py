@@ -21,7 +21,7 @@ from headway.cluster.wire import codec
 from headway.policy.recipes.registry import find
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PACKAGE = ROOT / "src" / "headway"
 # Where a path in a page may begin: short names of rooms as the pages use them.
 ROOMS = ("", "policy", "gateway", "gateway/control", "engines/vllm", "whatif", "simulate")
@@ -47,7 +47,7 @@ IN_PAGES = (*ANYWHERE, "that which", "so many", "so much")
 
 
 def ids(page: Path) -> str:
-    return page.name
+    return str(page.relative_to(ROOT))
 
 
 # ---- generated pages
@@ -104,8 +104,11 @@ def paths(text: str) -> Iterator[str]:
     rooms = {path.name for base in BASES for path in base.iterdir() if path.is_dir()}
     to_make = re.compile(r"^To put it into the tree, .*\n\n- `.*?`", flags=re.MULTILINE)
     for span in SPAN.findall(to_make.sub("", FENCED.sub("", text))):
-        if re.fullmatch(r"[\w./-]+/[\w./-]*", span) and span.partition("/")[0] in rooms:
-            yield span
+        begin, _, rest = span.partition("{")
+        names, _, end = rest.partition("}")
+        for path in (begin + name + end for name in names.split(",")):
+            if re.fullmatch(r"[\w./-]+/[\w./-]*", path) and path.partition("/")[0] in rooms:
+                yield path
 
 
 @pytest.mark.parametrize("page", PAGES, ids=ids)
@@ -150,7 +153,8 @@ def test_every_link_leads_to_a_file(page: Path) -> None:
 
 
 def test_a_wrong_path_is_found() -> None:
-    assert [*paths("`gateway/none.py` and `v1/models`; `tests/none`")] == ["gateway/none.py", "tests/none"]
+    text = "`gateway/none.py` and `v1/models`; `tests/none`, `gateway/{one,two}.py`"
+    assert [*paths(text)] == ["gateway/none.py", "tests/none", "gateway/one.py", "gateway/two.py"]
 
 
 # ---- README
@@ -179,15 +183,15 @@ def test_the_recipes_that_a_page_lists_exist() -> None:
 # ---- command lines
 
 
-def command_lines(text: str) -> Iterator[list[str]]:
-    """Yield the words of every `headway ...` in code spans and fenced blocks."""
+def command_lines(text: str, program: str = "headway") -> Iterator[list[str]]:
+    """Yield the words of every `headway ...` in code spans and fenced blocks, after any variables."""
     blocks = "".join(FENCED.findall(text)).replace("\\\n", " ")
     spans = [" ".join(span.split()) for span in SPAN.findall(FENCED.sub("", text))]
     for line in [*blocks.splitlines(), *spans]:
-        if re.match(r"headway [a-z-]", line.strip()):
-            words = shlex.split(line, comments=True)
+        if found := re.match(rf"\s*(?:[A-Z_]+=\S+ +)*{program} ([a-z-].*)", line):
+            words = shlex.split(found[1], comments=True)
             ends = [i for i, word in enumerate(words) if word in SEPARATORS or word == "..."]
-            yield words[1 : min(ends, default=None)] if ends else words[1:]
+            yield words[: min(ends, default=None)]
 
 
 @pytest.fixture(scope="module")
@@ -228,6 +232,31 @@ def test_unknown_commands_and_options_are_found(program: Any) -> None:
     for words in found:
         with pytest.raises(Exception, match=r"odel|none"):
             parse(program, words)
+
+
+def ours(page: Path) -> Iterator[tuple[str, bool]]:
+    """Yield the targets of make, modules and test files that a page tells to run, and whether they exist."""
+    text, rules = page.read_text(), (ROOT / "Makefile").read_text()
+    for target, *_ in command_lines(text, "make"):
+        yield f"make {target}", re.search(rf"^{target}:", rules, re.MULTILINE) is not None
+    for words in command_lines(text, "python"):
+        if words[0] == "-m" and (ROOT / words[1].partition(".")[0]).is_dir():
+            yield words[1], ROOT.joinpath(*words[1].split(".")).with_suffix(".py").is_file()
+    for words in command_lines(text, "pytest"):
+        yield from ((word, (ROOT / word).exists()) for word in words if "/" in word)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=ids)
+def test_what_other_command_lines_run_exists(page: Path) -> None:
+    assert not [name for name, exists in ours(page) if not exists]
+
+
+def test_what_does_not_exist_is_found(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "`make none`, `make test`, `python -m tools.none`, `python -m vllm`, `A=b pytest tests/x.py -k y`\n"
+    )
+    assert [*ours(page)] == [("make none", False), ("make test", True), ("tools.none", False), ("tests/x.py", False)]
 
 
 # ---- words

@@ -5,15 +5,14 @@ An agent's next request comes when the one before it is answered and the recorde
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
 
 from benchmarks.catalog import recorded, simulated
-from benchmarks.catalog.grounds import PROFILE, check_sizes, fleet
+from benchmarks.catalog.grid import SOURCES, Cell, Grid, rows_of
+from benchmarks.catalog.grounds import PROFILE, fleet
 from benchmarks.catalog.margins import HEADWAY, bars
 from benchmarks.catalog.programs import RECIPE as PROGRAMS
 from benchmarks.catalog.workloads import CHAT
@@ -30,7 +29,9 @@ from headway.whatif.slo_violations import met
 
 STOCK = "vllm-fcfs"
 SYSTEMS = (HEADWAY, STOCK, "session", PROGRAMS.name, "hermes")
-SETTINGS = {"all-kv": "", "little-kv": ",kv_tokens=240000"}  # of the engines
+SETTINGS = {"all-kv": "", "little-kv": ",kv_tokens=240000"}  # of the engines; the grounds here
+_QUICK = Grid((HEADWAY, STOCK, PROGRAMS.name), ("little-kv",), (2,), (1.0,), 60.0)
+_WHOLE = Grid(SYSTEMS, tuple(SETTINGS), (4, 16), (0.5, 0.7, 1.0), 240.0)
 AGENTS, CHATS = 0.2, 0.3  # conversations per second and engine at 1.0 times the capacity
 WARM_S = 150.0  # after which conversations count
 _APP, _UNIT = "coding-agent", "turn"
@@ -38,58 +39,20 @@ _UNITS = {"conversation.mean": "s", "conversation.p95": "s", "attainment.promise
 _DRAWN = {"conversation.mean": "mean seconds of an agent", "attainment.promised": "promises of chat kept, %"}
 
 
-@dataclass(frozen=True, slots=True)
-class Cell:
-    """One system on one load. setting: one of `SETTINGS`."""
-
-    setting: str
-    engines: int
-    load: float
-    system: str
-    seconds: float
-    seed: int
-
-    @property
-    def name(self) -> str:
-        """The setting, as rows name it."""
-        return f"{self.setting}, {self.engines} engines, {self.load:g}x"
-
-
 @experiment("agents", "sim", f"Coding agents in a closed loop beside chat ({SIMULATED})")
-def main(
-    ask: Ask,
-    systems: tuple[str, ...] = (),
-    settings: tuple[str, ...] = (),
-    engines: tuple[float, ...] = (),
-    loads: tuple[float, ...] = (),
-    seconds: float | None = None,
-) -> Result:
+def main(ask: Ask, asked: Grid) -> Result:
     """Simulate; what is not given: `quick`, two engines with little KV, a short time, three systems; else all."""
-    systems = systems or ((HEADWAY, STOCK, PROGRAMS.name) if ask.quick else SYSTEMS)
-    settings = settings or (("little-kv",) if ask.quick else tuple(SETTINGS))
-    engines = engines or ((2,) if ask.quick else (4, 16))
-    loads = loads or ((1.0,) if ask.quick else (0.5, 0.7, 1.0))
-    seconds = seconds or (60.0 if ask.quick else 240.0)
-    refuse_unknown("setting", settings, SETTINGS)
-    check_sizes(engines, loads)
+    grid = asked.within(_QUICK if ask.quick else _WHOLE)
+    refuse_unknown("setting", grid.grounds, SETTINGS)
     locate(*recorded.FILE)
-    for name in systems:
+    for name in grid.systems:
         system(name)
-    cells = [
-        Cell(setting, int(count), load, name, seconds, ask.seed)
-        for setting, count, load, name in itertools.product(settings, engines, loads, systems)
-    ]
-    found = computed(cells, figures_of, sources=() if ask.quick else simulated.SOURCES)
-    rows = [
-        Row(id, cell.system, cell.name, value, _UNITS[id])
-        for cell, figures in found.items()
-        for id, value in figures.items()
-    ]
-    rows += _of_stock(found)
+    found = computed(grid.cells(ask.seed), figures_of, sources=() if ask.quick else SOURCES)
+    rows = [*rows_of(found, _UNITS), *_of_stock(found)]
     rows.append(Row("conversation.mean", "alone", "on an idle engine", alone(), "s"))
     workload = (
         f"{SIMULATED}: engines of {PROFILE} with prefix caches; {AGENTS:g} agents and {CHATS:g} conversations of "
-        f"interactive-chat begin per second and engine at 1x, those of {seconds:g} s count."
+        f"interactive-chat begin per second and engine at 1x, those of {grid.seconds:g} s count."
     )
     return Result(rows, workload, lambda: {"agents": bars(rows, _DRAWN)}, system_grid(rows))
 
@@ -104,7 +67,7 @@ def figures_of(cell: Cell) -> dict[str, float]:
     rng, end = np.random.default_rng(cell.seed), WARM_S + cell.seconds
     many = cell.engines * cell.load
     agents, chat = runs(AGENTS * many, end, rng), CHAT.workload(CHATS * many, end, rng)
-    engines = fleet(cell.engines, more=SETTINGS[cell.setting])
+    engines = fleet(cell.engines, more=SETTINGS[cell.ground])
     done = replay(system(cell.system), engines, agents, beside=chat, fast=True)
     took = (done.end - agents.arrival)[agents.arrival >= WARM_S]
     rows = np.zeros(len(done.outcome.end), bool)
@@ -144,8 +107,8 @@ def _steps(talk: Sequence[recorded.AgentTurn]) -> Iterator[Step]:
 
 def _of_stock(found: Mapping[Cell, Mapping[str, float]]) -> Iterator[Row]:
     """Yield mean seconds of a conversation as a multiple of stock vLLM's, where that ran."""
-    stock = {cell.name: figures["conversation.mean"] for cell, figures in found.items() if cell.system == STOCK}
+    stock = {cell.setting(): figures["conversation.mean"] for cell, figures in found.items() if cell.system == STOCK}
     for cell, figures in found.items():
-        if cell.name in stock:
-            value = figures["conversation.mean"] / stock[cell.name]
-            yield Row("conversation.of_stock", cell.system, cell.name, value, "x")
+        if (setting := cell.setting()) in stock:
+            value = figures["conversation.mean"] / stock[setting]
+            yield Row("conversation.of_stock", cell.system, setting, value, "x")

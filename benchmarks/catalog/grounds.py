@@ -6,7 +6,6 @@ Each workload of the catalog alone; all of them mixed, each with an equal part o
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +14,6 @@ import numpy as np
 
 from benchmarks.catalog.workloads import AGENTS, CHAT, CODE, LONG, REASONING, RESEARCH, SUMMARIES, SYNTHETIC
 from benchmarks.experiment import refuse_unknown
-from headway.errors import ConfigError
 from headway.policy.forecast.latency.profiles import load
 from headway.simulate.fleet import spec
 from headway.simulate.instance import InstanceSpec
@@ -65,23 +63,12 @@ def fleet(engines: int, longest: int = LONGEST, more: str = "") -> list[Instance
     return spec(f"{PROFILE}:{engines},prefix_caching=true,{limits},model=default{more}").instances()
 
 
-def checked(
-    names: Sequence[str], known: Mapping[str, Ground], engines: Sequence[float], loads: Sequence[float]
-) -> None:
-    """Refuse grounds, sizes of fleets and loads that cannot be simulated, before anything is. ConfigError."""
+def checked(names: Sequence[str], known: Mapping[str, Ground]) -> None:
+    """Refuse grounds that are unknown or whose file is not there, before anything is simulated. ConfigError."""
     refuse_unknown("ground", names, known)
-    check_sizes(engines, loads)
     for ground in (known[name] for name in names):
         if ground.recorded:
             locate(*ground.recorded)
-
-
-def check_sizes(engines: Sequence[float], loads: Sequence[float]) -> None:
-    """Refuse sizes of fleets and loads that cannot be simulated. ConfigError."""
-    if any(count < 1 or count % 1 for count in engines) or not all(0 < load < math.inf for load in loads):
-        raise ConfigError(
-            "A fleet needs whole engines and some load.", "Give --engines such as 4,16 and --loads above 0."
-        )
 
 
 def _mixture(parts: Mapping[str, float], rate: float, seconds: float, rng: np.random.Generator) -> Workload:

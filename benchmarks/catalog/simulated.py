@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from benchmarks.catalog.grid import SOURCES, Cell, Grid
 from benchmarks.catalog.grounds import GROUNDS, PROFILE, checked
 from benchmarks.catalog.margins import HEADWAY, WITHIN, Case, margin_rows, margins
 from benchmarks.experiment import Result, computed, experiment
@@ -27,50 +26,25 @@ from headway.whatif.slo_violations import met
 PRIORITY = "vllm-priority"
 STOCK = {"vllm-fcfs": "sglang", PRIORITY: "sglang+priority"}  # behind the router of vLLM and SGLang
 SYSTEMS = (HEADWAY, *STOCK, "llm-d", "slack", "edf")
-SOURCES = ("catalog", "placement")
-_QUICK = ("interactive-chat", "batch-summarization-rag", "long-prompts-2048")
+_QUICK = Grid(
+    (HEADWAY, "vllm-fcfs", "llm-d"),
+    ("interactive-chat", "batch-summarization-rag", "long-prompts-2048"),
+    (2,),
+    (1.0,),
+    60.0,
+)
+_WHOLE = Grid(SYSTEMS, tuple(GROUNDS), (4, 16), (0.7, 1.0, 1.3, 2.0), 240.0)
 _UNITS = {"attainment.promised": "%", "ttft.p99": "s", "e2e.mean": "s"}
 
 
-@dataclass(frozen=True, slots=True)
-class Cell:
-    """One system on one ground."""
-
-    ground: str
-    engines: int
-    load: float
-    system: str
-    seconds: float
-    seed: int
-
-    def setting(self, kind: str) -> str:
-        """Return the setting of one workload of the ground, as rows name it; "" = of all."""
-        return f"{self.ground}{kind and ': '}{kind}, {self.engines} engines, {self.load:g}x"
-
-
 @experiment("catalog", "sim", f"The workload catalog ({SIMULATED})")
-def main(
-    ask: Ask,
-    systems: tuple[str, ...] = (),
-    grounds: tuple[str, ...] = (),
-    engines: tuple[float, ...] = (),
-    loads: tuple[float, ...] = (),
-    seconds: float | None = None,
-) -> Result:
+def main(ask: Ask, asked: Grid) -> Result:
     """Simulate; what is not given: `quick`, three grounds on two engines at their capacity, three systems; else all."""
-    systems = systems or ((HEADWAY, "vllm-fcfs", "llm-d") if ask.quick else SYSTEMS)
-    grounds = grounds or (_QUICK if ask.quick else tuple(GROUNDS))
-    engines = engines or ((2,) if ask.quick else (4, 16))
-    loads = loads or ((1.0,) if ask.quick else (0.7, 1.0, 1.3, 2.0))
-    seconds = seconds or (60.0 if ask.quick else 240.0)
-    checked(grounds, GROUNDS, engines, loads)
-    for name in systems:
+    grid = asked.within(_QUICK if ask.quick else _WHOLE)
+    checked(grid.grounds, GROUNDS)
+    for name in grid.systems:
         system(name)
-    cells = [
-        Cell(ground, int(count), load, name, seconds, ask.seed)
-        for ground, count, load, name in itertools.product(grounds, engines, loads, systems)
-        if name != PRIORITY or GROUNDS[ground].several
-    ]
+    cells = [one for one in grid.cells(ask.seed) if one.system != PRIORITY or GROUNDS[one.ground].several]
     found = computed(cells, figures_of, sources=() if ask.quick else SOURCES)
     kept = {
         Case(cell.load, cell.setting(kind), cell.system): value
@@ -83,12 +57,12 @@ def main(
         for cell, figures in found.items()
         for (id, kind), value in figures.items()
     ]
-    rows += margin_rows(kept, set(systems) - {HEADWAY})
+    rows += margin_rows(kept, set(grid.systems) - {HEADWAY})
     workload = (
-        f"{SIMULATED}: engines of {PROFILE} with prefix caches; {seconds:g} s of each ground once conversations of all "
-        f"ages are there. Each system is on a ground's whole workload; lines with a colon are of one part of it."
+        f"{SIMULATED}: engines of {PROFILE} with prefix caches; {grid.seconds:g} s of each ground once conversations "
+        f"of all ages are there. Each system is on a ground's whole workload; lines with a colon are of one part of it."
     )
-    return Result(rows, workload, lambda: _pictures(rows), system_grid(rows), tuple(_behind(kept, systems)))
+    return Result(rows, workload, lambda: _pictures(rows), system_grid(rows), tuple(_behind(kept, grid.systems)))
 
 
 def system(name: str) -> Recipe:

@@ -6,11 +6,10 @@ from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import Any
 
+from benchmarks.papers.recipes import find
 from headway.policy.core.engine_spec import EngineSpec
 from headway.policy.pack.bros.packer import BatchSize, Bros
-from headway.policy.recipes.bros import BROS
 from headway.policy.recipes.recipe import Recipe
-from headway.policy.recipes.registry import find
 
 OURS, TEXT = "bros", "bros-paper"
 # The options of `Bros` in which the two differ, grouped where they belong together.
@@ -45,7 +44,7 @@ def _packer(base: str, other: str, options: tuple[str, ...]) -> Callable[[Engine
 
 
 def _options(name: str, spec: EngineSpec) -> dict[str, Any]:
-    packer = BROS[name].packer(spec)
+    packer = find(name).packer(spec)
     assert isinstance(packer, Bros)
     options = {field.name: getattr(packer, field.name) for field in fields(packer) if field.name[0] != "_"}
     size: BatchSize = options["batch_size"]

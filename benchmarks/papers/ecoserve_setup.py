@@ -14,6 +14,7 @@ from heapq import heappop, heappush
 import numpy as np
 
 from benchmarks.papers.quoted import quoted
+from benchmarks.papers.recipes import ECOSERVE, find
 from benchmarks.papers.slower import SlowerLatency
 from headway.policy.core.engine_spec import EngineSpec
 from headway.policy.forecast.latency import profiles
@@ -22,9 +23,7 @@ from headway.policy.pack.baselines.fastserve import FastServe
 from headway.policy.pack.baselines.srtf import Srtf
 from headway.policy.pack.ecoserve.packer import EcoServe
 from headway.policy.pack.ecoserve.step_buffer import Options
-from headway.policy.recipes.ecoserve import VARIANTS
 from headway.policy.recipes.recipe import Recipe
-from headway.policy.recipes.registry import find
 from headway.ports import Packer
 from headway.simulate.instance import InstanceSpec
 from headway.simulate.workload.arrivals import poisson
@@ -257,9 +256,9 @@ _SETTINGS: dict[str, Callable[[EngineSpec], Packer]] = {
 def options_of(name: str, data: Data) -> Options | None:
     """Return the options of an EcoServe variant with a data set's numbers; None for other systems."""
     base = name.removesuffix("-oracle")
-    if base not in VARIANTS:
+    if base not in ECOSERVE:
         return None
-    chosen = VARIANTS[base][0]._replace(reserve=data.pool)
+    chosen = ECOSERVE[base][0]._replace(reserve=data.pool)
     return chosen._replace(buffer_share=data.buffer) if chosen.buffer_share else chosen
 
 

@@ -22,7 +22,7 @@ from benchmarks.papers.qlm_orders import plan_orders
 from benchmarks.papers.qlm_plots import plots
 from benchmarks.papers.qlm_tables import COLD, QLM, QlmResults, QlmTrial, claims, rows, trial
 from benchmarks.papers.qlm_workloads import CV, FIVE, ONE, RUNNING, TWELVE, QlmSetting
-from headway.policy.recipes.registry import find
+from benchmarks.papers.recipes import find
 from headway.whatif.output.results import SIMULATED, Ask
 
 MULTI = (QLM, "vllm-model-swap", "edf-model-swap", "shepherd", "headway")

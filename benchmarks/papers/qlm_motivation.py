@@ -10,10 +10,10 @@ import numpy as np
 from benchmarks.papers.qlm_tables import LATENCY_SENSITIVE, QLM, judge
 from benchmarks.papers.qlm_workloads import LONGEST, QlmModel, QlmSetting
 from benchmarks.papers.quoted import quoted
+from benchmarks.papers.recipes import find
 from headway.config.tables import Scale
 from headway.engines.simulated.engine import Ran, SimulatedEngine
 from headway.policy.forecast.latency import profiles
-from headway.policy.recipes.registry import find
 from headway.simulate.outcome import Observer
 from headway.simulate.run import Simulation
 from headway.simulate.workload.arrivals import diurnal, recorded

@@ -16,7 +16,8 @@ import numpy as np
 from benchmarks.papers.qlm_estimates import crowd, filled
 from benchmarks.papers.qlm_workloads import FIVE, RUNNING, QlmSetting
 from headway.policy.core.pseudo_random import seeded
-from headway.policy.plan.qlm import Generated, moves_of
+from headway.policy.plan.generator import moves_of
+from headway.policy.plan.qlm import Generated
 from headway.policy.plan.queue_order import PlanProblem, QueueOrder, greedy, outlook, search
 from headway.policy.plan.stochastic import solve
 from headway.policy.recipes.recipe import Recipe

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import numpy as np
 
+from benchmarks.catalog.grid import SOURCES, Cell, Grid, rows_of
 from benchmarks.catalog.grounds import PROFILE, checked
 from benchmarks.catalog.margins import HEADWAY, Case, bars, margin_rows
 from benchmarks.experiment import Result, computed, experiment, refuse_unknown
@@ -24,7 +23,8 @@ from headway.whatif.output.results import SIMULATED, Ask, Row, system_grid
 
 CLAIRVOYANT, ENDS = "clairvoyant", f"{HEADWAY}+ends"
 SYSTEMS = (HEADWAY, "round-robin", "session", "least-loaded", "sglang", "llm-d", "dynamo", "sglang+packer")
-SOURCES = ("placement", "catalog")
+_QUICK = Grid((HEADWAY, "round-robin", "sglang"), ("interactive-chat", "deep-research"), (4,), (1.0,), 60.0)
+_WHOLE = Grid(SYSTEMS, tuple(GROUNDS), (4, 16, 64), (0.7, 1.0, 1.3), 240.0)
 _UNITS = {
     "attainment.promised": "%",
     "ttft.p99": "s",
@@ -35,62 +35,22 @@ _UNITS = {
 _DRAWN = {"attainment.promised": "attainment.promised, %", "prompt.hit_pct": "prompt.hit_pct, %"}
 
 
-@dataclass(frozen=True, slots=True)
-class Cell:
-    """One system on one workload."""
-
-    ground: str
-    engines: int
-    load: float
-    system: str
-    seconds: float
-    seed: int
-    kv: float = 1.0
-
-    @property
-    def setting(self) -> str:
-        """Its workload, as rows name it."""
-        kv = "" if self.kv == 1 else f", {self.kv:g} of the KV"
-        return f"{self.ground}, {self.engines} engines, {self.load:g}x{kv}"
-
-
 @experiment("placement", "sim", f"Placement by prefix caches ({SIMULATED})")
-def main(
-    ask: Ask,
-    systems: tuple[str, ...] = (),
-    grounds: tuple[str, ...] = (),
-    engines: tuple[float, ...] = (),
-    loads: tuple[float, ...] = (),
-    seconds: float | None = None,
-    kv: float = 1.0,
-) -> Result:
+def main(ask: Ask, asked: Grid, kv: float = 1.0) -> Result:
     """Simulate; what is not given: `quick`, two grounds on four engines at their capacity, three systems; else all."""
-    systems = systems or ((HEADWAY, "round-robin", "sglang") if ask.quick else SYSTEMS)
-    grounds = grounds or (("interactive-chat", "deep-research") if ask.quick else tuple(GROUNDS))
-    engines = engines or ((4,) if ask.quick else (4, 16, 64))
-    loads = loads or ((1.0,) if ask.quick else (0.7, 1.0, 1.3))
-    seconds = seconds or (60.0 if ask.quick else 240.0)
-    refuse_unknown("system", systems, (HEADWAY, ENDS, *NAMES))
-    if ENDS in systems and "mooncake" in grounds:
+    grid = asked.within(_QUICK if ask.quick else _WHOLE)
+    refuse_unknown("system", grid.systems, (HEADWAY, ENDS, *NAMES))
+    if ENDS in grid.systems and "mooncake" in grid.grounds:
         raise ConfigError("Mooncake's trace does not say which conversation ends.", f"Leave out {ENDS} there.")
-    checked(grounds, GROUNDS, engines, loads)
-    cells = [
-        Cell(ground, int(count), load, system, seconds, ask.seed, kv)
-        for ground, count, load, system in itertools.product(grounds, engines, loads, systems)
-    ]
-    found = computed(cells, figures_of, sources=() if ask.quick else SOURCES)
-    rows = [
-        Row(id, cell.system, cell.setting, value, _UNITS[id])
-        for cell, figures in found.items()
-        for id, value in figures.items()
-        if id != CLAIRVOYANT
-    ]
-    least = {cell.setting: figures[CLAIRVOYANT] for cell, figures in found.items()}
+    checked(grid.grounds, GROUNDS)
+    found = computed(grid.cells(ask.seed, kv), figures_of, sources=() if ask.quick else SOURCES)
+    rows = [*rows_of(found, _UNITS)]
+    least = {cell.setting(): figures[CLAIRVOYANT] for cell, figures in found.items()}
     rows += [Row("tokens.computed", CLAIRVOYANT, setting, tokens, "tokens") for setting, tokens in least.items()]
     rows += _margins(found)
     workload = (
-        f"{SIMULATED}: engines of {PROFILE} with prefix caches; {seconds:g} s of each ground once conversations of "
-        f"all ages are there; routers in front of stock vLLM, +packer: with Headway's in the engines; "
+        f"{SIMULATED}: engines of {PROFILE} with prefix caches; {grid.seconds:g} s of each ground once conversations "
+        f"of all ages are there; routers in front of stock vLLM, +packer: with Headway's in the engines; "
         f"+ends: engines learn which conversations have ended."
     )
     return Result(rows, workload, lambda: {"placement": bars(rows, _DRAWN)}, system_grid(rows))
@@ -134,5 +94,5 @@ def least_tokens(work: Workload) -> int:
 
 def _margins(found: dict[Cell, dict[str, float]]) -> Iterator[Row]:
     """Yield how many points more promises headway keeps than the best router of stock vLLM, per load, if both ran."""
-    kept = {Case(one.load, one.setting, one.system): figures["attainment.promised"] for one, figures in found.items()}
+    kept = {Case(one.load, one.setting(), one.system): figures["attainment.promised"] for one, figures in found.items()}
     return margin_rows(kept, CHOICES)

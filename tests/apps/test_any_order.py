@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.papers.recipes import PATHS
 from headway.events import (
     Arrived,
     Event,
@@ -134,7 +135,7 @@ def test_any_order(recipe: str, program: list[tuple[str, int, int, bool, float]]
         assert len(host.core.planner.runs) == 0
 
 
-@pytest.mark.parametrize("recipe", names())
+@pytest.mark.parametrize("recipe", [*names(), *PATHS])
 def test_every_planner_bears_the_events_of_runs(recipe: str) -> None:
     core = Controller(find(recipe).planner(), TaskLengths())
     core.on(InstanceUp(Instance("e0", "m", 2, 1000, 16, 4096)), 0.0)

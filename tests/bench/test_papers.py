@@ -17,9 +17,9 @@ from benchmarks.papers.bros_choices import CHOICES, OURS, TEXT, system
 from benchmarks.papers.bros_claims import FIXED, LATE_LAST, ClaimCase, ClaimPoint, claims
 from benchmarks.papers.observers import TokenDeadlines, inside
 from benchmarks.papers.parts import PaperPart, part
+from benchmarks.papers.recipes import find
 from headway.errors import ConfigError
 from headway.policy.core.engine_spec import EngineSpec
-from headway.policy.recipes.registry import find
 from headway.simulate.outcome import Observer, Outcome
 from headway.simulate.workload.traffic import concat, single
 from headway.whatif.output.results import Ask

@@ -17,8 +17,7 @@ from benchmarks.papers.qlm_motivation import Memory, blocking, drain, rising
 from benchmarks.papers.qlm_orders import best_cost, plan_orders
 from benchmarks.papers.qlm_tables import QlmResults, QlmTrial, claims, judge, rows
 from benchmarks.papers.qlm_workloads import FIVE, ONE, QlmSetting, capacity
-from headway.policy.recipes.qlm import QLM
-from headway.policy.recipes.registry import find, names
+from benchmarks.papers.recipes import STUDIED, find
 from headway.simulate import fleet
 from headway.simulate.instance import SimulatedInstance
 from headway.simulate.outcome import Outcome
@@ -46,8 +45,8 @@ IDS = {
 def test_every_system_is_a_recipe() -> None:
     plans = (qlm.full(), qlm.quick())
     systems = {name for plan in plans for one in plan.experiments for name in one.systems}
-    assert systems <= set(names())
-    assert set(QLM) <= systems
+    assert {name for name in STUDIED if name.startswith("qlm")} <= systems
+    assert systems == {find(name).name for name in systems}
     assert {other for _, other, _, _, _ in qlm_tables.CLAIMS} <= systems
 
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from benchmarks.catalog import agents
-from benchmarks.catalog.agents import Cell
 from benchmarks.catalog.agents_real import Turn, scaled
+from benchmarks.catalog.grid import Cell, Grid
 from benchmarks.catalog.grounds import fleet
 from benchmarks.catalog.programs import RECIPE
 from benchmarks.catalog.recorded import AgentTurn
@@ -73,12 +73,10 @@ def test_nothing_is_paused_while_all_fit() -> None:
     np.testing.assert_allclose(paused.end, stock.end)
 
 
-@pytest.mark.parametrize(
-    "wrong", [{"systems": ("x",)}, {"settings": ("x",)}, {"engines": (0,)}, {"loads": (math.nan,)}]
-)
+@pytest.mark.parametrize("wrong", [{"systems": ("x",)}, {"grounds": ("x",)}, {"engines": (0,)}, {"loads": (math.nan,)}])
 def test_what_cannot_be_simulated_is_refused_before_anything_is(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
-        agents.main(Ask(quick=True), **wrong)
+        agents.main(Ask(quick=True), Grid(**wrong))
 
 
 def test_seconds_are_those_of_stock_vllm() -> None:

@@ -10,9 +10,9 @@ import pytest
 
 from benchmarks.catalog import simulated
 from benchmarks.catalog.conversations import Spread
+from benchmarks.catalog.grid import Cell, Grid
 from benchmarks.catalog.grounds import ALONE, GROUNDS, LONGEST
 from benchmarks.catalog.margins import Case, margin_rows, margins
-from benchmarks.catalog.simulated import Cell
 from headway.errors import ConfigError
 from headway.whatif.output.results import Ask
 
@@ -93,4 +93,4 @@ def test_margins_are_to_the_best_of_the_others() -> None:
 @pytest.mark.parametrize("wrong", [{"systems": ("x",)}, {"grounds": ("x",)}, {"engines": (0,)}, {"loads": (math.nan,)}])
 def test_what_cannot_be_simulated_is_refused_before_anything_is(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"There is no|A fleet needs"):
-        simulated.main(Ask(quick=True), **wrong)
+        simulated.main(Ask(quick=True), Grid(**wrong))

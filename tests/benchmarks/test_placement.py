@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks.catalog.grid import Cell, Grid
 from benchmarks.catalog.grounds import fleet
 from benchmarks.catalog.workloads import CHAT
 from benchmarks.placement import hindsight, routers, simulated
-from benchmarks.placement.simulated import CLAIRVOYANT, Cell, least_tokens
+from benchmarks.placement.simulated import CLAIRVOYANT, least_tokens
 from headway.errors import ConfigError
 from headway.policy.recipes.registry import find
 from headway.simulate.run import Simulation
@@ -48,7 +49,7 @@ def test_one_engine_computes_no_more_than_must_be() -> None:
 )
 def test_what_cannot_be_simulated_is_refused_before_anything_is(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"There is no|A fleet needs|Mooncake's trace"):
-        simulated.main(Ask(quick=True), **wrong)
+        simulated.main(Ask(quick=True), Grid(**wrong))
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from benchmarks.papers.recipes import TEXT
 from headway.engines.vllm.plugin.setup import kv_policy_of
 from headway.policy.memory.budget import KvBudget
 from headway.policy.pack.allocation import allocate
 from headway.policy.pack.ecoserve.packer import EcoServe
 from headway.policy.pack.ecoserve.step_buffer import Options
-from headway.policy.recipes.ecoserve import TEXT
 from headway.policy.recipes.registry import find
 from headway.ports import Packer
 from headway.types import Jobs, Step

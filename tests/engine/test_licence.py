@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.papers.recipes import PATHS
 from benchmarks.validate import conformance
 from benchmarks.validate.conformance import HOOK, POOL, STOCK, ConformanceCase, Task, compare, draw
 from headway.engines.simulated.engine import SimulatedEngine
@@ -22,8 +23,8 @@ from headway.types import Slo, Step
 pytestmark = pytest.mark.filterwarnings("default")
 LONGEST = 368
 NOBODY = np.empty(0, np.int64)
-PAIRS = [("vllm", STOCK), *((name, HOOK) for name in names())]
-PAIRS += [(name, POOL) for name in BROS]
+PAIRS = [("vllm", STOCK), *((name, HOOK) for name in [*names(), *PATHS])]
+PAIRS += [(name, POOL) for name in [*BROS, *PATHS] if "bros" in name]
 promises = st.sampled_from([Slo(), Slo(0.4, 0.1), Slo(1.5, 0.05), Slo(e2e=6.0), Slo(0.1)])
 
 
@@ -104,7 +105,7 @@ def test_stock_priority_is_vllms_own(case: ConformanceCase) -> None:
     assert tally.difference is None
 
 
-@pytest.mark.parametrize("recipe", ["ecoserve", "ecoserve-paper"])
+@pytest.mark.parametrize("recipe", ["ecoserve", "benchmarks.papers.recipes:ecoserve-paper"])
 @pytest.mark.parametrize("copy_seconds", [1e-5, math.inf])
 def test_loans_and_their_emergencies_are_licensed(recipe: str, copy_seconds: float) -> None:
     """Guests are late and leave, answers outgrow their predictions: in memory so scarce that these happen."""

@@ -19,7 +19,7 @@ from aiohttp.test_utils import TestServer
 from safetensors.numpy import save_file
 
 from headway.config import Config, Engine
-from headway.engines.vllm.plugin.control import load_model
+from headway.engines.vllm.plugin.models import load_model
 from headway.engines.vllm.plugin.worker import WorkerExtension
 from headway.engines.vllm.process import children, launch
 from headway.engines.vllm.process.client import VllmEngine

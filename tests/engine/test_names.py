@@ -22,6 +22,7 @@ SOURCES = [
         "prefix_cache.py",
         "grammar_time.py",
         "continuations.py",
+        "token_caps.py",
     )
 ]
 
@@ -173,7 +174,7 @@ def test_pins_hash_and_hold_as_stock_does() -> None:
 
 
 def test_what_requests_find_and_cache_is_followed_and_free_blocks_are_moved() -> None:
-    """`cache_log.py` and `RunBlocks` wrap these; the latter orders the queue of free blocks anew."""
+    """`cache_log.py` and `run_blocks.py` wrap these; the latter orders the queue of free blocks anew."""
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_coordinator import UnitaryKVCacheCoordinator
     from vllm.v1.core.kv_cache_manager import KVCacheManager

@@ -275,7 +275,7 @@ def test_the_scheduler_is_that_of_the_engines_choice(module: Any, overlapped: bo
     [
         ("ecoserve", Engine(args=("--enable-prefix-caching",)), "Take --enable-prefix-caching out of args"),
         ("ecoserve", Engine(async_scheduling=True), "Set async_scheduling = false"),
-        ("ecoserve-sd-oracle", Engine(), "Serve with ecoserve-sd,"),
+        ("benchmarks.papers.recipes:ecoserve-sd-oracle", Engine(), "Serve with a recipe that forecasts them"),
     ],
 )
 def test_what_cannot_be_kept_is_refused_with_the_mend(recipe: str, engine: Engine, mend: str) -> None:

@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.papers.recipes import ECOSERVE
 from headway.engines.simulated.engine import SimulatedEngine
 from headway.policy.core.engine_spec import EngineSpec
 from headway.policy.memory import reservations
 from headway.policy.pack.ecoserve.packer import EcoServe
 from headway.policy.pack.ecoserve.queues import ACTIVE
 from headway.policy.pack.ecoserve.step_buffer import Options
-from headway.policy.recipes.ecoserve import VARIANTS
 from headway.types import Slo
 
 SIZE = 16
@@ -68,7 +68,7 @@ def drive(options: Options, seed: int, blocks: int, noise: float, copy: float) -
     return run, Counter(run.packer.counters)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", ECOSERVE)
 @given(
     st.integers(0, 10**6),
     st.sampled_from([16, 24, 60, 150]),
@@ -77,8 +77,8 @@ def drive(options: Options, seed: int, blocks: int, noise: float, copy: float) -
 )
 @settings(max_examples=8)
 def test_every_answer_comes_out_whole(variant: str, seed: int, blocks: int, noise: float, copy: float) -> None:
-    _, counts = drive(VARIANTS[variant][0], seed, blocks, noise, copy)
-    assert counts["lent"] == 0 or VARIANTS[variant][0].lends
+    _, counts = drive(ECOSERVE[variant][0], seed, blocks, noise, copy)
+    assert counts["lent"] == 0 or ECOSERVE[variant][0].lends
     assert counts["extended"] == counts["stalled"] == 0 or noise
 
 

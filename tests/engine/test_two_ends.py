@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks.papers.recipes import STUDIED
 from headway.engines.vllm.kv_transfer import two_ended_pool
 from headway.engines.vllm.plugin import right_aligned_cpu
 from headway.policy.memory.budget import KvBudget
 from headway.policy.memory.two_ended import allocation
 from headway.policy.pack.bros.packer import BatchSize, Bros
-from headway.policy.recipes.bros import BROS
 from headway.policy.recipes.registry import find
 from headway.ports import Packer
 from headway.types import Jobs, Step
@@ -90,7 +90,7 @@ def bros(scheduler: Any) -> Bros:
 
 
 def bros_paper(scheduler: Any) -> Bros:
-    packer = BROS["bros-paper"].packer(replace(scheduler.spec, max_running=8))
+    packer = STUDIED["bros-paper"].packer(replace(scheduler.spec, max_running=8))
     assert isinstance(packer, Bros)
     scheduler.kv_policy.kv.state["most_empty"] = packer.kv.most_empty  # as where it is inside from the start
     return packer

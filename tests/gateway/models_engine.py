@@ -24,7 +24,7 @@ from testing.fake_engine import FakeEngine
 
 
 class ModelsEngine:
-    """FakeEngine with the route of `plugin/control.py`."""
+    """FakeEngine with the route of `plugin/models.py`."""
 
     def __init__(self, name: str) -> None:
         self.name, self.asleep = name, False

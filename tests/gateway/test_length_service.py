@@ -158,7 +158,7 @@ async def test_a_fit_that_fails_is_said_and_keeps_the_old_model(caplog: pytest.L
 
 def test_true_lengths_are_not_to_be_had_in_service() -> None:
     with pytest.raises(ConfigError, match="only a simulation knows"):
-        preflight(Config(recipe="ecoserve-oracle"))
+        preflight(Config(recipe="benchmarks.papers.recipes:ecoserve-oracle"))
 
 
 def test_a_missing_encoder_is_said_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

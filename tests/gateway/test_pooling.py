@@ -14,7 +14,7 @@ import pytest
 from starlette.types import Message, Receive, Scope, Send
 
 from headway.config import Config, parse
-from headway.engines.vllm.plugin.control import MetadataHeader, carry_metadata
+from headway.engines.vllm.plugin.metadata_header import MetadataHeader, carry_metadata
 from headway.engines.vllm.process.answers import read_answer
 from headway.engines.vllm.request_metadata import HEADER, as_header, from_header, read_metadata, write_metadata
 from headway.errors import ConfigError, RequestError

@@ -16,7 +16,7 @@ from headway.cluster.backends.port import BackendError, HeldWorker
 from headway.config import Tier
 from headway.events import Event, Prewarmed
 from headway.gateway.control.prewarm import Warmer, Warmups
-from headway.gateway.watch.metrics import PrewarmMetrics
+from headway.gateway.watch.run_metrics import PrewarmMetrics
 from headway.policy.core.cluster import Cluster
 from headway.policy.core.ranks import ARRIVAL
 from headway.policy.plan.ordered import Ordered

@@ -9,7 +9,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from headway.engines.vllm.process.client import VllmEngine
-from headway.gateway.watch.metrics import Metrics, relabelled
+from headway.gateway.watch.collectors import relabelled
+from headway.gateway.watch.metrics import Metrics
 from headway.types import Request, Send
 from tests.gateway.conftest import Serve
 from tests.gateway.gateway import DEAD, Fake, Gateway, until

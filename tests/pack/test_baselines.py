@@ -20,11 +20,12 @@ from headway.policy.memory.budget import KvBudget
 from headway.policy.plan.ordered import Ordered
 from headway.policy.recipes.anneal import ANNEAL
 from headway.policy.recipes.baselines import BASELINES, ROUTERS
+from headway.policy.recipes.bros import BROS
 from headway.policy.recipes.ecoserve import ECOSERVE
 from headway.policy.recipes.hermes import HERMES
 from headway.policy.recipes.qlm import QLM
 from headway.policy.recipes.recipe import Recipe
-from headway.policy.recipes.registry import ABLATIONS, RECIPES, find, names
+from headway.policy.recipes.registry import RECIPES, find, names
 from headway.ports import Packer
 from headway.simulate.run import InstanceSpec, Simulation
 from headway.simulate.workload.traffic import Workload, single
@@ -60,7 +61,7 @@ def packer(name: str, limits: Limits) -> Packer:
 
 def test_names() -> None:
     assert tuple(BASELINES) == NAMES
-    assert names() == [*RECIPES, *ABLATIONS, *ECOSERVE, *QLM, *ANNEAL, *HERMES, *NAMES, *ROUTERS]
+    assert {*RECIPES, *BROS, *ECOSERVE, *QLM, *ANNEAL, *HERMES, *NAMES, *ROUTERS} == {*names()}
     for name, recipe in BASELINES.items():
         assert find(name) is recipe
         assert recipe.name == name

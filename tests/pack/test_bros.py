@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks.papers.recipes import find
 from headway.policy.core.engine_spec import EngineSpec
 from headway.policy.forecast.latency.online import OnlineLatency
 from headway.policy.memory.budget import KvBudget
@@ -15,7 +16,6 @@ from headway.policy.memory.two_ended.allocation import TwoEndedBudget
 from headway.policy.pack.bros import algorithm_1
 from headway.policy.pack.bros.packer import BatchSize, Bros
 from headway.policy.pack.kernels import due_of
-from headway.policy.recipes.registry import find
 from headway.types import Ints, Jobs, Step
 
 NOW, SIZE = 100.0, 16

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from benchmarks.papers.recipes import PATHS
 from headway.engines.simulated.engine import SimulatedEngine
 from headway.policy.core.engine_spec import EngineSpec
 from headway.policy.forecast.latency.online import OnlineLatency
@@ -18,7 +19,7 @@ from headway.types import Instance, Slo
 
 SIZE, BLOCKS, LONGEST = 16, 24, 256
 PROMISES = (Slo(), Slo(0.4, 0.2), Slo(e2e=3.0))
-every = pytest.mark.parametrize("recipe", names())
+every = pytest.mark.parametrize("recipe", [*names(), *PATHS])
 
 # Prompt, answer, iterations until it comes, index of its promise.
 Ask = tuple[int, int, int, int]

@@ -9,18 +9,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.papers.recipes import STUDIED, find
 from headway.errors import ConfigError
 from headway.events import Failed, InstanceDown, InstanceUp, Learned, Returned, Swapped, Tick, Warmed
 from headway.policy.forecast.latency.online import OnlineLatency
 from headway.policy.plan.group_placement import QlmOptions
 from headway.policy.plan.qlm import Qlm
-from headway.policy.recipes.qlm import QLM, variant
-from headway.policy.recipes.registry import find
+from headway.policy.recipes.qlm import variant
 from headway.simulate.run import Failure, Simulation
 from headway.types import Command, Instance, Loadable, Rerank, Send, Slo, Swap, Warm
 from tests.plan.place import Place, ask, instance
 from tests.simulate.machines import at as arriving
 from tests.simulate.machines import machine, random_traffic, together
+
+VARIANTS = ["qlm", *(name for name in STUDIED if name.startswith("qlm")), "headway"]
 
 
 def loads(*models: str, cold: float = 10.0, warm: float = 1.0) -> tuple[Loadable, ...]:
@@ -341,7 +343,7 @@ def nodes(seed: int, models: tuple[str, ...]) -> list:  # type: ignore[type-arg]
 
 
 @settings(deadline=None, max_examples=5)
-@given(st.integers(0, 100_000), st.sampled_from([*sorted(QLM), "headway"]), st.integers(1, 3), st.booleans())
+@given(st.integers(0, 100_000), st.sampled_from(VARIANTS), st.integers(1, 3), st.booleans())
 def test_every_request_ends(seed: int, recipe: str, models: int, thinks: bool) -> None:
     names, rng = ("a", "b", "c")[:models], np.random.default_rng(seed)
     traffic = random_traffic(seed, names, int(rng.integers(5, 60)), float(rng.uniform(1, 40)))

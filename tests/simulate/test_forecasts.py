@@ -9,10 +9,10 @@ import pytest
 
 from benchmarks.papers.ecoserve_setup import DATA, instance, workload
 from benchmarks.papers.ecoserve_tables import sustained
+from benchmarks.papers.recipes import find
 from benchmarks.papers.trial import Provisioned, trial
 from headway.errors import ConfigError
 from headway.policy.forecast.lengths.padding import Padded
-from headway.policy.recipes.registry import find
 from headway.simulate.forecasts import Noisy, Oracle
 from headway.simulate.run import Simulation
 from headway.simulate.workload.traffic import single

@@ -17,15 +17,9 @@ if TYPE_CHECKING:
 
 # Spelled out, because importing `recipes` would load numpy for every command; a test compares them.
 _RECIPES = (
-    "headway, vllm, priority, edf, slack, bros and its ablation bros-plain-blocks, bros-recompute, "
-    "bros-no-parts, bros-paper, bros-no-replacement, bros-no-sizing, bros-lost-last; "
-    "EcoServe and its ablation ecoserve-d, ecoserve-sd, ecoserve-sdo, "
-    "ecoserve, to the letter ecoserve-paper, each with -oracle: ecoserve-d-oracle, ecoserve-sd-oracle, "
-    "ecoserve-sdo-oracle, ecoserve-oracle, ecoserve-paper-oracle; SLO-aware scheduling anneal, "
-    "anneal-queue, anneal-draws, anneal-batches, anneal-paper; QLM and its ablation qlm, qlm-no-evict, "
-    "qlm-no-kv-swap, qlm-no-warm, qlm-round-robin, qlm-random, qlm-by-deadline; Hermes and its ablation "
-    "hermes, hermes-aged, hermes-ddl, hermes-no-refine, hermes-mean; the papers' baselines vllm-priority, "
-    "vllm-v0, vllm-v0-swap, orca, fastserve, srtf, sjf, fastgen, sarathi, multires, rr, tgi; "
+    "headway, vllm, priority, edf, slack; the papers' bros, bros-plain-blocks, ecoserve, qlm, anneal, "
+    "anneal-queue, anneal-draws, anneal-batches, anneal-paper, hermes, hermes-aged, hermes-ddl; their "
+    "baselines vllm-priority, vllm-v0, vllm-v0-swap, orca, fastserve, srtf, sjf, fastgen, sarathi, multires, rr, tgi; "
     "over a fleet round-robin, least-loaded, random, vllm-model-swap, edf-model-swap, shepherd, parrot, vtc, "
     "llm-d-like; or module:attribute"
 )

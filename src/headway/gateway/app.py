@@ -56,7 +56,8 @@ from headway.gateway.parsing.pooling import ENDPOINTS
 from headway.gateway.parsing.requests import ChatBody, CompletionBody, Kind, ParsedRequest, PoolingBody
 from headway.gateway.requests.streaming import ResponseStream
 from headway.gateway.watch.audit import CODE, DETAIL, Audited
-from headway.gateway.watch.metrics import Metrics, relabelled
+from headway.gateway.watch.collectors import relabelled
+from headway.gateway.watch.metrics import Metrics
 from headway.store.batches.sqlite_file import NAME
 from headway.store.sqlite.health import log_bytes
 

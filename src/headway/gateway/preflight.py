@@ -82,7 +82,7 @@ def _check_recipe(config: Config) -> None:
     if recipe.lengths == "oracle":
         raise ConfigError(
             f"{config.recipe} plans with the true lengths of answers, which only a simulation knows.",
-            f"Serve with {config.recipe.removesuffix('-oracle')}, or try it with headway simulate.",
+            "Serve with a recipe that forecasts them, or try it with headway simulate.",
             param="recipe",
         )
     for engine in config.engines:

@@ -28,7 +28,8 @@ from headway.simulate.instance import InstanceSpec, SimulatedInstance, check
 from headway.simulate.loop import Loop
 from headway.simulate.outcome import Observer, Outcome
 from headway.simulate.run import no_time
-from headway.simulate.warm_engines import Adapters, KvCache, WarmEngine, WarmPool, around
+from headway.simulate.warm_engines import Adapters, KvCache, WarmEngine, around
+from headway.simulate.warm_pool import WarmPool
 from headway.simulate.workload.applications import Applications, Step
 from headway.simulate.workload.traffic import Workload, concat
 from headway.stages import Prewarm, Resource, Stage

@@ -1,7 +1,7 @@
 """The metadata of a request, written by the gateway and read by the scheduler inside the engine.
 
 vLLM carries `vllm_xargs`, a flat dict, from the HTTP body to `SamplingParams.extra_args`. Requests of pooling
-models have none: theirs comes in a header (`plugin/control.py`). The names of Headway's entries are spelled
+models have none: theirs comes in a header (`plugin/metadata_header.py`). The names of Headway's entries are spelled
 here only.
 """
 

@@ -20,7 +20,7 @@ from headway.engines.vllm.process.view import EngineView
 from headway.errors import HeadwayError
 from headway.events import Prewarmed
 from headway.gateway import tasks
-from headway.gateway.watch.metrics import PrewarmMetrics
+from headway.gateway.watch.run_metrics import PrewarmMetrics
 from headway.stages import Prewarm
 from headway.types import Request
 

@@ -2,122 +2,30 @@
 
 from __future__ import annotations
 
-import logging
 from collections import Counter as Counts
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.parser import text_string_to_metric_families
-from prometheus_client.registry import Collector
+from prometheus_client.core import Metric
 
 from headway.config import Tier
 from headway.engines.vllm.process.limits import Inside
 from headway.engines.vllm.process.models import SwapReport
+from headway.gateway.watch.collectors import EngineTotals, Families, PlanGauges, Wanted
 from headway.gateway.watch.ends import Ended, Observer, Refused, Resumption
 from headway.gateway.watch.history import History, RatePair
-from headway.gateway.watch.label_values import FewValues
-from headway.policy.apps.account import EndedRun, RunAccount
+from headway.gateway.watch.run_metrics import PrewarmMetrics, RunMetrics
 from headway.policy.core.attainment import Account
 from headway.store.batches.records import Batch
 from headway.types import Request, Send
 
-_WARM_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60)
-
-
-class PrewarmMetrics:
-    """Metrics of warm-ups by kind of resource."""
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self._begun = Counter(
-            "headway_prewarm",
-            "Warm-ups by kind: warmed, kept (warm already), skipped, failed.",
-            ["kind", "outcome"],
-            registry=registry,
-        )
-        self._ended = Counter(
-            "headway_prewarm_end", "Ends of warm resources: used or wasted.", ["kind", "outcome"], registry=registry
-        )
-        self._seconds = Histogram(
-            "headway_prewarm_seconds", "Seconds that warming took.", ["kind"], buckets=_WARM_SECONDS, registry=registry
-        )
-        self._idle = Counter(
-            "headway_prewarm_idle_seconds", "Seconds that warm resources waited.", ["kind"], registry=registry
-        )
-
-    def begun(self, kind: str, outcome: str) -> None:
-        """Count a warm-up: "warmed", "kept", "skipped" or "failed"."""
-        self._begun.labels(kind, outcome).inc()
-
-    def took(self, kind: str, seconds: float) -> None:
-        """Count the seconds that warming took."""
-        self._seconds.labels(kind).observe(seconds)
-
-    def ended(self, kind: str, used: bool, idle: float) -> None:
-        """Count the end of a warm resource, and the seconds that it waited for a use."""
-        self._ended.labels(kind, "used" if used else "wasted").inc()
-        self._idle.labels(kind).inc(idle)
-
-
-_RUN_SECONDS = (0.5, 1, 2.5, 5, 10, 20, 30, 60, 120, 300, 600, 1800, 3600)
-
-
-class RunMetrics:
-    """Metrics by application; the first 64 applications have a label of their own, all others share one."""
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        r = registry
-        self._ends = Counter("headway_runs", "Application runs ended.", ["app", "outcome"], registry=r)
-        self._seconds = Histogram(
-            "headway_run_seconds",
-            "From a run's first request to the end of its last.",
-            ["app"],
-            buckets=_RUN_SECONDS,
-            registry=r,
-        )
-        self._owed = Counter("headway_run_slo_owed", "Runs ended with a deadline.", ["app"], registry=r)
-        self._met = Counter("headway_run_slo_met", "Runs that met their deadline.", ["app"], registry=r)
-        self._attainment = Gauge(
-            "headway_run_slo_attainment", "Share of runs that met their deadline.", ["app"], registry=r
-        )
-        self._live = Gauge("headway_live_runs", "Runs that have not ended.", ["app"], registry=r)
-        self._kept: dict[str, list[int]] = {}
-        self._label = FewValues().of  # clients choose the names, without limit
-
-    def ended(self, run: EndedRun) -> None:
-        """Count a run that has ended."""
-        app = self._label(run.key[1])
-        self._ends.labels(app, run.outcome).inc()
-        if run.seconds is not None:
-            self._seconds.labels(app).observe(run.seconds)
-        if run.met is None:
-            return
-        kept = self._kept.setdefault(app, [0, 0])
-        kept[0], kept[1] = kept[0] + run.met, kept[1] + 1
-        self._owed.labels(app).inc()
-        self._met.labels(app).inc(run.met)
-        self._attainment.labels(app).set(kept[0] / kept[1])
-
-    def count(self, account: RunAccount) -> None:
-        """Set the live runs as they are now."""
-        live: Counts[str] = Counts()
-        for tenant in account.tenants:
-            for app, runs in account.live_by_app(tenant).items():
-                live[self._label(app)] += runs
-        self._live.clear()
-        for app, runs in live.items():
-            self._live.labels(app).set(runs)
-
-
-log = logging.getLogger("headway.gateway")
 _TTFT = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 1.5, 2.5, 5, 10, 30, 60, 120)
 _TPOT = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2)
 _GAP = (0.025, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2, 5, 10, 30, 60, 120)
 _SWAP = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120, 300, 600)
 _E2E = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120, 300, 600)
-_MOST_LINES, _LONGEST_LINE = 20_000, 2**14  # of an engine's page; its parser takes 20 us and more for a line
 
 
 class _Answers(NamedTuple):
@@ -168,9 +76,9 @@ class Metrics(Observer):
         self.runs, self.prewarm = RunMetrics(r), PrewarmMetrics(r)
         self._by_class: dict[tuple[str, str], list[int]] = {}
         self._answers: dict[tuple[str, str, str], _Answers] = {}
-        self._totals = _EngineTotals()
+        self._totals = EngineTotals()
         r.register(self._totals)
-        self._plan = _PlanGauges()
+        self._plan = PlanGauges()
         r.register(self._plan)
 
     def _add_counts(self, r: CollectorRegistry, each: list[str]) -> None:
@@ -184,7 +92,7 @@ class Metrics(Observer):
         self._cost = Counter("headway_cost", "Cost of requests by [prices].", ["model", "tenant"], registry=r)
 
     def _add_engines(self, r: CollectorRegistry) -> None:
-        self.wanted = _Wanted()
+        self.wanted = Wanted()
         r.register(self.wanted)
         self.up = Gauge("headway_engine_up", "1 when the instance answers.", ["instance"], registry=r)
         help = "1 when this page has the instance's own metrics: it was up and answered in time."
@@ -455,84 +363,5 @@ class Metrics(Observer):
         """Return the page: ours, then the engines' own families (`relabelled`)."""
         page = generate_latest(self.registry)
         merged = CollectorRegistry()
-        merged.register(_Families(engines))
+        merged.register(Families(engines))
         return page + generate_latest(merged)
-
-
-class _EngineTotals(Collector):
-    """Totals of instances and their schedulers, as `headway_engine_NAME_total` with an `instance` label."""
-
-    def __init__(self) -> None:
-        self.engines: dict[str, dict[str, float]] = {}
-
-    def collect(self) -> list[CounterMetricFamily]:
-        families: dict[str, CounterMetricFamily] = {}
-        for instance, counters in self.engines.items():
-            for name, value in counters.items():
-                fresh = CounterMetricFamily(f"headway_engine_{name}", f"Total of {name}.", labels=["instance"])
-                families.setdefault(name, fresh).add_metric([instance], value)
-        return list(families.values())
-
-
-class _PlanGauges(Collector):
-    """What the planner sees, as `headway_plan_NAME`."""
-
-    def __init__(self) -> None:
-        self.gauges: Mapping[str, float] = {}
-
-    def collect(self) -> list[GaugeMetricFamily]:
-        return [
-            GaugeMetricFamily(f"headway_plan_{name}", f"The planner's {name}.", value=value)
-            for name, value in self.gauges.items()
-        ]
-
-
-class _Wanted(Collector):
-    """How many engines models need. counts: returns the number by model, of those with [scale]."""
-
-    def __init__(self) -> None:
-        self.counts: Callable[[], Mapping[str, int]] = dict
-
-    def collect(self) -> list[GaugeMetricFamily]:
-        help = "Engines that a model's promises need now, of models with [scale]."
-        family = GaugeMetricFamily("headway_wanted_engines", help, labels=["model"])
-        for model, count in self.counts().items():
-            family.add_metric([model], count)
-        return [family]
-
-
-class _Families(Collector):
-    """Families as they are given."""
-
-    def __init__(self, families: Sequence[Metric]) -> None:
-        self._families = families
-
-    def collect(self) -> Sequence[Metric]:
-        return self._families
-
-
-def relabelled(pages: Mapping[str, str]) -> list[Metric]:
-    """Return the engines' own families, each sample with an `instance` label; pages: instance -> its page."""
-    families: dict[str, Metric] = {}
-    for instance, page in pages.items():
-        for family in _parse(instance, page):
-            # Process metrics of the API server would collide with those of other exporters.
-            if not family.name.startswith("vllm:"):
-                continue
-            merged = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
-            merged.samples += [
-                sample._replace(labels={**sample.labels, "instance": instance}) for sample in family.samples
-            ]
-    return list(families.values())
-
-
-def _parse(instance: str, page: str) -> list[Metric]:
-    """Return an engine's families; none when it serves no metrics but something else."""
-    try:
-        lines = page.splitlines()
-        if len(lines) > _MOST_LINES or max(map(len, lines), default=0) > _LONGEST_LINE:
-            raise ValueError(f"more than {_MOST_LINES:,} lines, or one of {_LONGEST_LINE:,} characters")
-        return list(text_string_to_metric_families(page))
-    except ValueError as error:
-        log.warning("the metrics of engine %s cannot be read: %s", instance, error)
-        return []

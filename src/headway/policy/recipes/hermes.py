@@ -1,4 +1,4 @@
-"""Hermes: LLM applications by the work that their runs have left, and its ablations."""
+"""Hermes: LLM applications by the work that their runs have left."""
 
 from __future__ import annotations
 
@@ -36,7 +36,5 @@ HERMES = {
         variant("hermes", "application runs by the Gittins index of their remaining demand", RankOptions()),
         variant("hermes-aged", "the same as hermes, but runs gain rank as they wait", AGED),
         variant("hermes-ddl", "application runs by worst-case slack to their deadline", RankOptions("slack")),
-        variant("hermes-no-refine", "the same as hermes, with the demand as profiled", RankOptions(refine=False)),
-        variant("hermes-mean", "shortest mean remaining demand, as profiled", RankOptions("mean", refine=False)),
     )
 }

@@ -18,26 +18,25 @@ from headway.policy.recipes.hermes import HERMES
 from headway.policy.recipes.qlm import QLM
 from headway.policy.recipes.recipe import Recipe
 
-__all__ = ["ABLATIONS", "RECIPES", "Recipe", "find", "names"]
+__all__ = ["RECIPES", "Recipe", "find", "names"]
 
 RECIPES = DEFAULT | {"bros": BROS["bros"]}
-ABLATIONS = {name: recipe for name, recipe in BROS.items() if name != "bros"}
+_KNOWN = RECIPES | BROS | ECOSERVE | QLM | ANNEAL | HERMES | BASELINES | ROUTERS
 
 
 def names() -> list[str]:
     """Return the names of all built-in recipes, the papers' baselines last."""
-    return [*RECIPES, *ABLATIONS, *ECOSERVE, *QLM, *ANNEAL, *HERMES, *BASELINES, *ROUTERS]
+    return [*_KNOWN]
 
 
 def find(name: str) -> Recipe:
     """Return the recipe called `name`, or the one at "module:attribute". ConfigError when there is none."""
-    known = RECIPES | ABLATIONS | ECOSERVE | QLM | ANNEAL | HERMES | BASELINES | ROUTERS
-    if name in known:
-        return known[name]
+    if name in _KNOWN:
+        return _KNOWN[name]
     if ":" in name:
         return _outside(name)
-    near = get_close_matches(name, known, n=1)
-    hint = f"Did you mean {near[0]!r}?" if near else f"Use one of {', '.join(known)}, or module:attribute."
+    near = get_close_matches(name, _KNOWN, n=1)
+    hint = f"Did you mean {near[0]!r}?" if near else f"Use one of {', '.join(_KNOWN)}, or module:attribute."
     raise ConfigError(f"There is no recipe {name!r}.", hint, param="recipe")
 
 

@@ -22,7 +22,7 @@ one such method to the engine core and the HTTP route `POST /headway/control` th
         hold what the prefix cache has of a prompt that begins with these token ids, whatever else is needed,
         and give it back (`pinned_prefixes.py`); the answer's `pinned` is the number of tokens held
     {"op": "end", "runs": [numbers]}
-        let KV that only these application runs have used go first (`pinned_prefixes.py`); the answer's `ended` is the
+        let KV that only these application runs have used go first (`run_blocks.py`); the answer's `ended` is the
         number of its blocks
     {"op": "cache", "epoch": name, "position": number}
         return as `cache` what the prefix cache has taken in and given up since that position (`cache_log.py`), and
@@ -40,20 +40,21 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterable
-from contextvars import ContextVar
+from collections.abc import Iterable
 from typing import Any, cast
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
-from starlette.types import ASGIApp, Receive, Scope, Send
 from vllm import __version__
 
 from headway.engines.vllm.fatal_fields import WORKER_EXTENSION, fatal_fields
 from headway.engines.vllm.plugin.cache_log import CacheLog
 from headway.engines.vllm.plugin.guard import Guard, end_with_parent, keep_keys
-from headway.engines.vllm.plugin.pinned_prefixes import PinsMixin, RunBlocks
-from headway.engines.vllm.request_metadata import HEADER, finite, from_header
+from headway.engines.vllm.plugin.metadata_header import MetadataHeader, carry_metadata
+from headway.engines.vllm.plugin.models import attach_adapters, attach_models
+from headway.engines.vllm.plugin.pinned_prefixes import PinsMixin
+from headway.engines.vllm.plugin.run_blocks import RunBlocks
+from headway.engines.vllm.request_metadata import finite
 from headway.policy.forecast.latency.online import OnlineLatency
 from headway.types import Jobs
 
@@ -291,130 +292,3 @@ class ControlPlugin:
         """Note the keys; the engine core is reached through the app's state."""
         keep_keys(state, args)
         carry_metadata(engine_client)
-
-
-async def load_adapter(client: Any, served: Any, name: str) -> bool:
-    """Load an adapter; return whether it was in memory. ValueError for one that is not registered.
-
-    client: vLLM's engine client. served: its list of models.
-    """
-    adapter = served.lora_requests.get(name)
-    if adapter is None:
-        raise ValueError(f"no adapter {name!r} is registered")
-    resident = adapter.lora_int_id in await client.list_loras()
-    await client.add_lora(adapter)
-    return resident
-
-
-def attach_adapters(app: FastAPI) -> None:
-    """Add the route `POST /headway/adapter`: LoRA adapters in a running engine.
-
-        {"name": name}
-            load an adapter into the engine's memory before a request needs it, and make it the most recently
-            used one; the answer's `resident` says whether it was there already
-
-    The engine registers its adapters when it starts (`--lora-modules`) and keeps as many in memory as
-    `--max-cpu-loras` says, least recently used ones leaving first. Nothing is pinned: vLLM can pin an adapter,
-    but not unpin it.
-    """
-
-    @app.post("/headway/adapter")
-    async def adapter(raw: Request) -> JSONResponse:
-        state = raw.app.state
-        try:
-            name = str((await raw.json())["name"])
-            resident = await load_adapter(state.engine_client, state.openai_serving_models, name)
-        except (KeyError, TypeError, ValueError) as error:
-            return JSONResponse({"error": f"{type(error).__name__}: {error}"}, 400)
-        except Exception as error:  # whatever the worker raised: the gateway gets it
-            return JSONResponse({"error": f"{type(error).__name__}: {error}"}, 500)
-        return JSONResponse({"resident": resident})
-
-
-async def load_model(client: Any, served: Any, path: str, name: str) -> None:
-    """Load the weights of `path` in place. client: vLLM's engine client. served: its list of models."""
-    from vllm.entrypoints.openai.models.protocol import BaseModelPath
-
-    await client.pause_generation(mode="abort", clear_cache=True)
-    await client.collective_rpc("headway_load", kwargs={"path": path})
-    if not await client.reset_prefix_cache(reset_running_requests=True, reset_connector=True):
-        raise RuntimeError("the prefix cache was not reset")
-    # The list is shared with vLLM's registry: it decides which names are accepted and which one answers bear.
-    served.base_model_paths[:] = [BaseModelPath(name=name, model_path=path)]
-    await client.resume_generation()
-
-
-async def execute(state: Any, message: dict[str, Any]) -> None:
-    """Execute a message. state: of the API server's app. ValueError for one that is unknown."""
-    match message:
-        case {"op": "load", "path": str(path), "name": str(name)}:
-            await load_model(state.engine_client, state.openai_serving_models, path, name)
-        case {"op": "sleep"}:
-            await state.engine_client.sleep(level=1, mode="abort")
-        case {"op": "wake"}:
-            await state.engine_client.wake_up()
-        case _:
-            raise ValueError(f"unknown message {message!r}; use load, sleep or wake")
-
-
-def attach_models(app: FastAPI) -> None:
-    """Add the route `POST /headway/model`: another model in a running engine.
-
-        {"op": "load", "path": directory, "name": name}
-            put the weights of this directory in the place of those that are loaded (`worker.py`); the model
-            must have the same shape and tokenizer (`headway/models/compare.py`). From then on the engine answers
-            to this name alone.
-        {"op": "sleep"}
-            move the weights to host memory and give the accelerator's memory free (vLLM's sleep mode, level 1)
-        {"op": "wake"}
-            bring them back
-
-    What still runs is aborted, and no KV of the model before is found again, neither in the prefix cache nor in a
-    host pool. An engine that failed half-way has weights of two models: it stays paused and has to be restarted.
-    """
-
-    @app.post("/headway/model")
-    async def model(raw: Request) -> JSONResponse:
-        try:
-            await execute(raw.app.state, await raw.json())
-        except Exception as error:  # whatever the worker raised: the gateway gets it and restarts the engine
-            return JSONResponse({"error": f"{type(error).__name__}: {error}"}, 500)
-        return JSONResponse({})
-
-
-_NAME = HEADER.encode()
-_METADATA: ContextVar[dict[str, Any] | None] = ContextVar("headway_metadata", default=None)
-
-
-class MetadataHeader:
-    """ASGI middleware that notes the metadata of a request; it is seen by all that the request calls."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on."""
-        text = next((value for name, value in scope.get("headers", ()) if name == _NAME), None)
-        token = _METADATA.set(None if text is None else from_header(text.decode("latin-1")))
-        try:
-            await self._app(scope, receive, send)
-        finally:
-            _METADATA.reset(token)
-
-
-def carry_metadata(engine_client: Any) -> None:
-    """Let the engine client put the metadata of each request into its pooling parameters.
-
-    vLLM's API has no `vllm_xargs` for pooling models, so the gateway sends it in a header. In the API server
-    `MetadataHeader` notes it for the time of the request; the parameters travel to the engine core.
-    """
-    encode: Callable[..., Any] = engine_client.encode
-
-    def encode_with_metadata(*args: Any, **kwargs: Any) -> Any:
-        metadata = _METADATA.get()
-        params = kwargs.get("pooling_params")
-        if metadata and params is not None:
-            params.extra_kwargs = {**(params.extra_kwargs or {}), **metadata}
-        return encode(*args, **kwargs)
-
-    engine_client.encode = encode_with_metadata

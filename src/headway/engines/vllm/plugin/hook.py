@@ -24,15 +24,16 @@ from headway.clock import now
 from headway.engines.vllm.plugin.cache_log import CacheLog
 from headway.engines.vllm.plugin.columns import RunningRows, cut
 from headway.engines.vllm.plugin.connector import HostPool
-from headway.engines.vllm.plugin.continuations import ContinuationsMixin, TokenCapsMixin
+from headway.engines.vllm.plugin.continuations import ContinuationsMixin
 from headway.engines.vllm.plugin.control import ControlMixin, PendingUrgency, install
 from headway.engines.vllm.plugin.grammar_time import GrammarTimeMixin
 from headway.engines.vllm.plugin.kv_policy import KvPolicy, StockKv
-from headway.engines.vllm.plugin.pinned_prefixes import RunBlocks
 from headway.engines.vllm.plugin.prefix_cache import PrefixCache
 from headway.engines.vllm.plugin.recording import RecordingMixin, ints
+from headway.engines.vllm.plugin.run_blocks import RunBlocks
 from headway.engines.vllm.plugin.scheduler_stats import SchedulerStats, StatsMixin
 from headway.engines.vllm.plugin.setup import kv_policy_of, settings_of, spec_of
+from headway.engines.vllm.plugin.token_caps import TokenCapsMixin
 from headway.engines.vllm.plugin.view import Blocked, View, sort_by_arrival, within_adapters
 from headway.engines.vllm.request_metadata import RequestMetadata, read_metadata
 from headway.policy.core.engine_spec import check

@@ -269,7 +269,7 @@ class EngineConnection:
         )
 
     async def control_model(self, message: dict[str, Any], seconds: float) -> None:
-        """Send a message about models (`plugin/control.py`) and wait for its end; EngineError if it fails."""
+        """Send a message about models (`plugin/models.py`) and wait for its end; EngineError if it fails."""
         status, text = await self._ask("POST", "/headway/model", seconds, message)
         if status != 200:
             raise EngineError(
@@ -277,7 +277,7 @@ class EngineConnection:
             )
 
     async def load_adapter(self, name: str) -> bool:
-        """Bring a LoRA adapter into memory (`plugin/control.py`); return whether it was there.
+        """Bring a LoRA adapter into memory (`plugin/models.py`); return whether it was there.
 
         EngineError when it cannot be loaded.
         """
