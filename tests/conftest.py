@@ -16,6 +16,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadScopeScheduling
 
+from headway.gateway import main
+from headway.gateway.http.garbage import collect_all
 from headway.gateway.parsing import tokens
 from headway.models.resolve import resolve
 from tests.helpers import postgres, rabbitmq
@@ -154,6 +156,14 @@ def one_tokenizer() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tokens, "load_tokenizer", load)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def nothing_is_frozen() -> Iterator[None]:
+    """Let a gateway that has started freeze nothing: it would keep those that have ended, 22 MB each."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(main, "_tidy", collect_all)
         yield
 
 
