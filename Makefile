@@ -135,11 +135,13 @@ test-vllm: model
 	  $(addprefix tests/engine/test_,conformance.py grammar_time.py hook.py iteration_log.py licence.py names.py \
 	  reserve_vllm.py reserving.py scheduler_stats.py sizes.py stock_features.py two_ended.py) $(ARGS)
 
-# Hot loops are compiled once, before several workers of the tests would do so at the same time.
-loops: $(addprefix loop-,headway bros ecoserve anneal fleet)
+# Hot loops are compiled once, before several workers of the tests would do so at the same time. All wait
+# for the first, or make would begin the longest, which needs it, after all others.
+loops: $(addprefix loop-,headway fleet bros ecoserve anneal)
 loop-%: install
 	@$(BIN)/headway simulate --duration 1 --recipes $* > /dev/null
-loop-fleet: loop-headway
+$(addprefix loop-,fleet bros ecoserve anneal): loop-headway
+loop-fleet:
 	@$(BIN)/headway simulate --duration 1 --recipes headway --instances 2 > /dev/null
 
 model: install
