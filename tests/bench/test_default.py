@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pytest
@@ -16,7 +18,7 @@ from benchmarks.simulated.grounds import GROUNDS, LOADS, Ground, capacity
 from benchmarks.simulated.held_grounds import HELD
 from headway.policy.recipes.baselines import BASELINES
 from headway.policy.recipes.registry import RECIPES
-from headway.types import Batch
+from headway.types import Batch, Bools
 from headway.whatif.output.results import Ask
 
 SMALL = replace(next(ground for ground in GROUNDS if ground.name == "tiny-kv"), requests=60)
@@ -163,6 +165,31 @@ def test_a_search_with_hindsight_keeps_more_than_the_recipe_and_no_more_than_the
         "share_of_bound",
     ]
     assert {row.ours for row in rows if row.id == "cells.behind"} == {1}, "hindsight is not another recipe"
+
+
+def test_a_search_with_hindsight_begins_without_the_largest(monkeypatch: pytest.MonkeyPatch) -> None:
+    workload, tried = SMALL.workload(2.0, 0), list[Bools]()
+
+    def nothing_kept(*args: object) -> Bools:
+        tried.append(cast(Bools, args[-1]))
+        return np.zeros(len(workload), bool)
+
+    monkeypatch.setattr(default, "_met", nothing_kept)
+    compute(Cell(SMALL, 2.0, 0, HINDSIGHT, trials=4))
+    size = workload.output * (workload.prompt + workload.output / 2)
+    promised, *cuts = tried
+    np.testing.assert_array_equal(promised, workload.promised)
+    assert len(cuts) == 4
+    for more, fewer in pairwise(tried):
+        assert size[fewer].max() < size[more & ~fewer].min()
+
+
+def test_beside_a_search_with_hindsight_there_are_no_other_recipes(capsys: pytest.CaptureFixture[str]) -> None:
+    few = [Cell(SMALL, 2.0, 0, system) for system in (BOUND, DEFAULT, TRUE, "slack", STOCK)]
+    default.main(Ask(True, True), hindsight=1, some=few)
+    systems = {row["system"] for row in json.loads(capsys.readouterr().out)["rows"]}
+    assert systems >= {BOUND, DEFAULT, TRUE, STOCK}
+    assert "slack" not in systems
 
 
 def test_ablations_are_told_by_what_changes_and_are_not_another_recipe() -> None:
