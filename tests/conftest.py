@@ -26,7 +26,7 @@ from tests.helpers import postgres, rabbitmq
 
 # Before torch is imported. With more, OpenMP's threads spin while another process has one of their cores.
 os.environ["OMP_NUM_THREADS"] = "1"
-gc.disable()  # until all tests are collected: a third of the time that their imports take, and they leave no garbage
+gc.disable()  # until all tests are collected: collections take a third of their imports' time, and find nothing to free
 ROOT = Path(__file__).parent
 # Of engines in processes of their own, by worker: with one core they have one thread.
 CORES = sorted(os.sched_getaffinity(0), reverse=True)
@@ -105,6 +105,7 @@ def pytest_collection_finish() -> None:
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:
     """Return the scheduler: tests go to workers file by file, those of `SERVERS` and of `LOADED` to one each."""
+    gc.enable()  # this process collects no tests
 
     class ByFile(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:

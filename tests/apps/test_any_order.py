@@ -114,7 +114,7 @@ class Host:
         self.notify(Finished(id, 9) if answered else Failed(id, "client_gone" if client else "engine_gone"))
 
 
-@pytest.mark.parametrize("recipe", ["hermes", "hermes-ddl", "headway", "parrot"])
+@pytest.mark.parametrize("recipe", ["hermes", "hermes-aged", "hermes-ddl", "headway", "parrot"])
 @settings(max_examples=20)
 @given(program=PROGRAM)
 def test_any_order(recipe: str, program: list[tuple[str, int, int, bool, float]]) -> None:

@@ -32,6 +32,7 @@ from headway.policy.apps.runs import RankOptions, Runs
 from headway.policy.forecast.latency.online import OnlineLatency
 from headway.policy.plan.hermes import Hermes
 from headway.policy.plan.service_costs import costs_of
+from headway.policy.recipes.hermes import AGED
 from headway.stages import Stage
 from headway.types import Batch, Command, Rerank, Send, Slo
 from tests.helpers.held import held
@@ -303,7 +304,7 @@ PROGRAMS = st.lists(
 )
 
 
-@pytest.mark.parametrize("options", [RankOptions(), RankOptions("slack"), RankOptions("mean", refine=False)])
+@pytest.mark.parametrize("options", [RankOptions(), AGED, RankOptions("slack"), RankOptions("mean", refine=False)])
 @settings(max_examples=13)
 @given(PROGRAMS)
 def test_nothing_is_lost_or_left_behind(options: RankOptions, program: list[tuple[int, int, float]]) -> None:
