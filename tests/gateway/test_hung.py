@@ -21,7 +21,7 @@ from tests.gateway.swapping import Swapping, make_model, use_fake_engines
 from tests.gateway.test_request_ends import closed, events, fakes, hanging
 from tests.gateway.test_status import families
 
-SOON = {"health_timeout_s": 1.0}
+SOON = {"health_timeout_s": 2.0}  # less, and a busy machine is late itself
 PATIENCE = 40.0  # seconds for engines to start and stop on a machine with all cores busy
 
 
@@ -83,7 +83,7 @@ def test_requests_of_a_stopped_engine_are_computed_elsewhere(serve: Serve, fake:
             until(lambda: fake.last()["open"] == 4, PATIENCE)
             fake.release("elsewhere")
             assert [one.result().status_code for one in asked] == [200] * 4
-        assert fake.last()["asked"] == before + 4
+        assert fake.last()["asked"] >= before + 4, "more, if this process was too late to read an answer in time"
         until(lambda: mortal.last()["open"] == 0, PATIENCE)
         assert {state for state, _ in until(lambda: closed(gateway))} == {"done"}
 
