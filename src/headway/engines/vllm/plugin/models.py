@@ -28,9 +28,8 @@ def attach_adapters(app: FastAPI) -> None:
             load an adapter into the engine's memory before a request needs it, and make it the most recently
             used one; the answer's `resident` says whether it was there already
 
-    The engine registers its adapters when it starts (`--lora-modules`) and keeps as many in memory as
-    `--max-cpu-loras` says, least recently used ones leaving first. Nothing is pinned: vLLM can pin an adapter,
-    but not unpin it.
+    The engine registers its adapters when it starts (`--lora-modules`). It keeps up to `--max-cpu-loras` of them in
+    memory and evicts the least recently used first. Nothing is pinned: vLLM can pin an adapter, but not unpin it.
     """
 
     @app.post("/headway/adapter")
