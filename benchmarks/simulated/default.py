@@ -18,7 +18,17 @@ import numpy as np
 
 from benchmarks.experiment import Result, computed, experiment
 from benchmarks.simulated import default_plots, default_rows
-from benchmarks.simulated.default_figures import BOUND, DEFAULT, HINDSIGHT, STOCK, TRUE, Cell, Figures, figures
+from benchmarks.simulated.default_figures import (
+    BOUND,
+    DEFAULT,
+    HINDSIGHT,
+    SMALLEST,
+    STOCK,
+    TRUE,
+    Cell,
+    Figures,
+    figures,
+)
 from benchmarks.simulated.default_rows import HIGH, grid, notes, places_of
 from benchmarks.simulated.grounds import GROUNDS, Ground
 from benchmarks.simulated.held_grounds import HELD
@@ -46,6 +56,7 @@ _LOST, _CALM = PromisesConfig().lost, PromisesConfig().calm
 _HASTY = _CALM._replace(answer_safety=_LOST.answer_safety, lost_below_stds=_LOST.lost_below_stds)
 ABLATIONS: dict[str, Callable[[EngineSpec], Packer]] = {
     "headway without selection": _with(selects_largest_set=False),
+    "headway without regard to recent losses": _with(displaced_share=0.0),
     "headway without prompts that yield": _with(prompts_yield=False),
     "headway without a margin of tpot": _with(tpot_margin=0.0),
     "headway without far deadlines that wait": _with(defer_beyond_s=math.inf),
@@ -152,11 +163,11 @@ def _is_beside_hindsight(cell: Cell) -> bool:
 
 
 def hindsight_cells(found: dict[Cell, Figures], trials: int) -> list[Cell]:
-    """Return cells of `HINDSIGHT` where the default recipe is far below a bound that says something."""
+    """Return cells of `HINDSIGHT` and `SMALLEST` where the default recipe is far below a bound that says something."""
     rows = {(row.id, row.system, row.setting): row.ours or 0.0 for row in rows_of(found)}
     return [
-        replace(cell, system=HINDSIGHT, trials=trials)
-        for cell in found
+        replace(cell, system=system, trials=trials if system == HINDSIGHT else 0)
+        for cell, system in product(found, (HINDSIGHT, SMALLEST))
         if cell.system == DEFAULT
         and not cell.ground.held
         and rows.get(("share_of_bound", DEFAULT, cell.setting), 100.0) < _LOW
@@ -175,6 +186,8 @@ def compute(cell: Cell) -> Figures:
         until = max(cell.ground.seconds(cell.load), last_due(workload))
         kept = search(find(DEFAULT), spec, workload, until, cell.trials, cell.seed)
         return Figures(kept, promised, 0.0)
+    if cell.system == SMALLEST:
+        return Figures(smallest(find(DEFAULT), spec, workload, lambda: _lengths(cell, workload)), promised, 0.0)
     outcome = Simulation(_recipe(cell.system), [spec], workload, _lengths(cell, workload)).run()
     return figures(cell, workload, outcome)
 
@@ -249,6 +262,37 @@ def search(recipe: Recipe, spec: InstanceSpec, workload: Workload, until: float,
         if np.count_nonzero(met) >= np.count_nonzero(best):
             best = met
     return int(np.count_nonzero(best))
+
+
+_LIMITS = (*_CUTS, 0.75, 0.7)  # shares of the promised requests that are kept, the smallest by forecast
+
+
+def smallest(recipe: Recipe, spec: InstanceSpec, workload: Workload, lengths: Callable[[], Lengths]) -> int:
+    """Return how many promises `recipe` keeps when the largest requests are promised nothing, at best.
+
+    How many these are is known afterwards; their sizes, and the lengths in the engine, are only forecast.
+    """
+    size, best = _forecast_sizes(workload, lengths()), 0
+    for share in _LIMITS:
+        large = size > np.quantile(size[workload.promised], share)
+        ttft, tpot, e2e, itl = (
+            np.where(large, np.inf, slo) for slo in (workload.ttft, workload.tpot, workload.e2e, workload.itl)
+        )
+        part = replace(workload, ttft=ttft, tpot=tpot, e2e=e2e, itl=itl)
+        met = slo_violations.met(part, Simulation(recipe, [spec], part, lengths()).run())
+        best = max(best, int(np.count_nonzero(met & part.promised)))
+    return best
+
+
+def _forecast_sizes(workload: Workload, lengths: Lengths) -> Floats:
+    """Return the KV x time of each request by its forecast; where lengths are learned, by the mean of its class."""
+    answer = workload.output.astype(float)
+    if isinstance(lengths, Noisy):
+        answer *= lengths.factors
+    else:
+        for tier in np.unique(workload.tier):
+            answer[workload.tier == tier] = workload.output[workload.tier == tier].mean()
+    return answer * (workload.prompt + answer / 2)
 
 
 def _some(rng: np.random.Generator, rows: Bools, weight: Floats, share: float) -> Ints:

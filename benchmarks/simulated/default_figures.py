@@ -18,6 +18,7 @@ from headway.whatif import slo_violations
 DEFAULT, STOCK, BOUND = "headway", "vllm", "bound"
 TRUE = "headway with true lengths"  # as the bound, which knows them, too
 HINDSIGHT = "headway with hindsight"  # and arrivals, too: how close a search comes to the bound
+SMALLEST = "headway with the best limit"  # of the sizes that it forecasts, found afterwards
 
 SILENCE = 1.0  # seconds between two tokens above which a stream counts as silent
 _TOP = 0.99  # quantile of all p99 figures
@@ -29,7 +30,7 @@ _NORMAL, _AGAIN, _OF = 1.5, 18, 20  # times its seconds alone; that many of so m
 class Cell:
     """One simulation.
 
-    system: a recipe, the default one without one of its parts, `TRUE`, `HINDSIGHT` or `BOUND`.
+    system: a recipe, the default one without one of its parts, `TRUE`, `HINDSIGHT`, `SMALLEST` or `BOUND`.
     length_error: forecasts are off by this factor (one standard deviation, and say so); 0 = the ground's.
     latency_error: `InstanceSpec.latency_error`.
     trials: simulations of the search, for `HINDSIGHT`.

@@ -16,6 +16,7 @@ from benchmarks.simulated.default_figures import (
     BOUND,
     DEFAULT,
     HINDSIGHT,
+    SMALLEST,
     STOCK,
     TRUE,
     Cell,
@@ -29,7 +30,7 @@ ALL, HELD = "all", "held"  # settings of sums
 GROUPS = (ALL, HELD)
 CLOSE, SAME_BE = 1.0, 0.95  # points below the best other, share of its best-effort tokens
 HIGH = 50.0  # %: a share of a bound below this says little
-_NOT_OTHERS = (DEFAULT, TRUE, HINDSIGHT, BOUND)
+_NOT_OTHERS = (DEFAULT, TRUE, HINDSIGHT, SMALLEST, BOUND)
 
 At = Mapping[tuple[str, str, str], float]  # {(id, system, setting): figure}
 
@@ -169,7 +170,7 @@ def _promise_rows(system: str, setting: str, seen: Figures, most: Figures | None
         if system != BOUND and most is not None:
             share = 100 * seen.kept / max(most.kept, 1.0)
             rows.append(Row("share_of_bound", system, setting, share, "%"))
-    if system in (BOUND, HINDSIGHT):  # a search drops best effort
+    if system in (BOUND, HINDSIGHT, SMALLEST):  # a search drops best effort
         return rows
     return [*rows, Row("be.tokens_per_s", system, setting, seen.be_tokens, "tokens/s")]
 

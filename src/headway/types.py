@@ -202,6 +202,7 @@ class Jobs(Table):
             `lender`, from the lender's block `loan_start` on; 0 blocks = no loan
             (`policy/memory/reservations.py`).
         first_lent_block: the first of its own blocks that the row has lent, 0 = none.
+        standing: what the default packer last found; it alone writes it (`promises/displacement.py`).
     """
 
     COLUMNS: ClassVar[dict[str, type]] = {
@@ -238,6 +239,7 @@ class Jobs(Table):
         "loan_start": int,
         "loan_blocks": int,
         "first_lent_block": int,
+        "standing": int,
     }
     DEFAULTS: ClassVar[dict[str, float]] = {"weight": 1.0, "line_from": -math.inf, "itl": math.inf}
 

@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks.simulated import default, default_plots
 from benchmarks.simulated.default import ABLATIONS, OTHERS, compute, rows_of
-from benchmarks.simulated.default_figures import BOUND, DEFAULT, HINDSIGHT, STOCK, TRUE, Cell, Figures
+from benchmarks.simulated.default_figures import BOUND, DEFAULT, HINDSIGHT, SMALLEST, STOCK, TRUE, Cell, Figures
 from benchmarks.simulated.grounds import GROUNDS, LOADS, Ground, capacity
 from benchmarks.simulated.held_grounds import HELD
 from headway.policy.recipes.baselines import BASELINES
@@ -153,7 +153,7 @@ def test_a_search_with_hindsight_keeps_more_than_the_recipe_and_no_more_than_the
     few = {cell: compute(cell) for cell in (Cell(SMALL, 2.0, 0, system) for system in (BOUND, DEFAULT, TRUE, "slack"))}
     promised = replace(few[Cell(SMALL, 2.0, 0, DEFAULT)], kept=1)
     low = few | {Cell(SMALL, 2.0, 0, DEFAULT): promised}
-    assert default.hindsight_cells(low, 5) == [Cell(SMALL, 2.0, 0, HINDSIGHT, trials=5)]
+    assert default.hindsight_cells(low, 5) == [Cell(SMALL, 2.0, 0, HINDSIGHT, trials=5), Cell(SMALL, 2.0, 0, SMALLEST)]
     enough = few | {Cell(SMALL, 2.0, 0, DEFAULT): few[Cell(SMALL, 2.0, 0, BOUND)]}
     assert default.hindsight_cells(enough, 5) == []
     found = [compute(Cell(SMALL, 2.0, 0, HINDSIGHT, trials=trials)).kept for trials in (0, 20, 60)]
@@ -165,6 +165,14 @@ def test_a_search_with_hindsight_keeps_more_than_the_recipe_and_no_more_than_the
         "share_of_bound",
     ]
     assert {row.ours for row in rows if row.id == "cells.behind"} == {1}, "hindsight is not another recipe"
+
+
+def test_the_best_limit_is_one_of_forecast_sizes_and_the_engine_does_not_know_the_lengths() -> None:
+    workload = SMALL.workload(2.0, 0)
+    sizes = default._forecast_sizes(workload, SMALL.lengths(workload, 0))
+    assert np.corrcoef(sizes, workload.output * (workload.prompt + workload.output / 2))[0, 1] < 0.999
+    kept = compute(Cell(SMALL, 2.0, 0, SMALLEST)).kept
+    assert 0 < kept <= compute(Cell(SMALL, 2.0, 0, BOUND)).kept
 
 
 def test_a_search_with_hindsight_begins_without_the_largest(monkeypatch: pytest.MonkeyPatch) -> None:

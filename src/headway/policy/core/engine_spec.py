@@ -11,10 +11,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
+
 from headway.errors import ConfigError
 from headway.policy.core.ranks import DISTANT_S
 from headway.policy.forecast.latency.online import OnlineLatency
-from headway.types import UNLIMITED
+from headway.types import UNLIMITED, Floats
 
 
 class Obstacle(NamedTuple):
@@ -138,6 +140,9 @@ class PromisesConfig(NamedTuple):
     turn_capacity: answers ahead of their tpot take turns, with their KV, while by the (cautious) forecast
         they need at most this many batches; 0 = no turns.
     selects_largest_set: under overload keeps the largest set that can be on time; False = all not yet lost.
+    displaced_most: a prompt in whose place more than this many smaller requests, lost lately, would have fitted is
+        given up (`promises/displacement.py`). displaced_share: lately = within this share of the seconds that it
+        takes; 0 = none is.
     prompts_yield: prompts are computed only in time that the answers in progress have to spare; False
         computes `min_chunk` of their tokens in each iteration.
     scales_growth: for kept requests `growth_share` is scaled by pressure; False = never.
@@ -171,6 +176,8 @@ class PromisesConfig(NamedTuple):
     kv_lead_tokens: float = 3000.0
     turn_capacity: float = 1.3
     selects_largest_set: bool = True
+    displaced_most: int = 1
+    displaced_share: float = 0.1
     prompts_yield: bool = True
     scales_growth: bool = True
     short_prompts_first: bool = True
@@ -184,6 +191,7 @@ class PackerParams(NamedTuple):
     host: tokens that rows' KV on the host may take, 0 = it is not copied there.
     copy_seconds: of one token. max_gap: `EngineSpec.max_gap_s`.
     gap_share: of each itl, what iterations may take (`outlook.under_pressure`).
+    losses: the requests lost lately, which the packer keeps (`promises/displacement.py`).
     """
 
     kind: int
@@ -197,6 +205,7 @@ class PackerParams(NamedTuple):
     max_gap: float = math.inf
     caution: Caution = PromisesConfig().lost
     gap_share: float = 1.0 - PromisesConfig().itl_margin
+    losses: Floats = np.empty((2, 0))
 
 
 def check(spec: EngineSpec, kv: KvUse, recipe: str) -> None:

@@ -262,7 +262,7 @@ def pressure_of(keep: PromisesConfig, jobs: Rows, outlook: Outlook, now: float, 
             counted += 1
         elif _still_counts(keep, jobs, outlook.rows[i], now):
             counted += 1
-            lost += not _is_hopeless(jobs, outlook.rows[i], theta)
+            lost += not is_hopeless(jobs, outlook.rows[i], theta)
     return float(min(lost / max(keep.full_pressure_share * counted, 1.0), 1.0))
 
 
@@ -284,7 +284,7 @@ def _still_counts(keep: PromisesConfig, jobs: Rows, row: int, now: float) -> boo
 
 
 @compiled_in_place
-def _is_hopeless(jobs: Rows, row: int, theta: Floats) -> bool:
+def is_hopeless(jobs: Rows, row: int, theta: Floats) -> bool:
     """Tell whether a row could not be on time even alone on the engine, so that its loss shows no overload."""
     prompt = prefill_of(theta, jobs["prompt"][row])
     token = seconds_of(theta, 1.0, jobs["prompt"][row], 0.0, 0.0)
@@ -318,6 +318,7 @@ def under_pressure(params: PackerParams, pressure: float, all_promised: bool, sl
         params.max_gap,
         caution,
         min(1.0 - params.keep.itl_margin, 1.0 / slow),
+        params.losses,
     )
 
 

@@ -1,0 +1,103 @@
+"""Gives up requests that would take the place of several smaller ones. Compiled.
+
+The selection compares the requests that are there. A large one for which there is room at that moment is kept, and
+holds its KV while smaller ones arrive and are lost. So it is compared with those that were lost lately, too: for as
+long as `displaced_share` of what it takes itself, losses are expected to go on. In revenue management such a rule is a
+bid price: what a request takes is worth what others would have paid for it (Talluri and van Ryzin 1998).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from headway.compiled import compiled
+from headway.policy.core.engine_spec import PackerParams
+from headway.policy.core.feasibility import Pace
+from headway.policy.core.ranks import BEYOND
+from headway.policy.pack.kernels import Rows
+from headway.policy.pack.promises.outlook import (
+    DISTANT,
+    FAR,
+    LOST,
+    OTHER,
+    Outlook,
+    is_hopeless,
+    prompt_seconds,
+    size_of,
+)
+from headway.types import Floats, Ints
+
+_LOSSES = 64  # that are remembered
+_KEPT, _DISPLACES, _COUNTED = 1, 2, 3  # in `Jobs.standing`
+
+
+def no_losses() -> Floats:
+    """Return the memory of a packer's losses, newest first, shape (2, 64): instants, -inf = none yet; their sizes."""
+    return np.stack([np.full(_LOSSES, -np.inf), np.zeros(_LOSSES)])
+
+
+@compiled
+def give_up_large(params: PackerParams, jobs: Rows, outlook: Outlook, now: float, theta: Floats, pace: Pace) -> Ints:
+    """Make prompts LOST, in place, that would displace more than `displaced_most` smaller ones; return their rows.
+
+    Also remembers which requests are lost by now that were kept before. One that never could be on time, had begun or
+    was given up here does not show that there was no room for it; one beyond its tenant's fair share takes none from
+    other tenants.
+    """
+    losses, keep, found, count = params.losses, params.keep, np.empty(outlook.rows.size, np.int64), 0
+    _remember(losses, jobs, outlook, now, theta)
+    for i in range(outlook.rows.size):
+        row, level = outlook.rows[i], outlook.level[i]
+        if level in (LOST, OTHER, FAR, DISTANT) or jobs["running"][row] or jobs["computed"][row] > 0:
+            continue
+        since = now - keep.displaced_share * _seconds(jobs, row, theta, pace)
+        displaces = _displaced(losses, _size(jobs, row), since, keep.displaced_most + 1) > keep.displaced_most
+        if displaces:
+            outlook.level[i], outlook.start[i] = LOST, -np.inf
+            found[count], count = row, count + 1
+        if jobs["standing"][row] != _COUNTED:
+            jobs["standing"][row] = _DISPLACES if displaces else _KEPT
+    return found[:count]
+
+
+@compiled
+def _remember(losses: Floats, jobs: Rows, outlook: Outlook, now: float, theta: Floats) -> None:
+    for i in range(outlook.rows.size):
+        row = outlook.rows[i]
+        if outlook.level[i] != LOST:
+            continue
+        waited = jobs["standing"][row] == _KEPT and jobs["output_tokens"][row] == 0
+        if waited and jobs["urgency"][row] != BEYOND and not is_hopeless(jobs, row, theta):
+            losses[:, 1:] = losses[:, :-1].copy()
+            losses[0, 0], losses[1, 0] = now, _size(jobs, row)
+        jobs["standing"][row] = _COUNTED
+
+
+@compiled
+def _seconds(jobs: Rows, row: int, theta: Floats, pace: Pace) -> float:
+    """Return the seconds until all that was promised to a row is there."""
+    return size_of(jobs, row, theta, pace) if _promises_answer(jobs, row) else prompt_seconds(jobs, row, theta, pace)
+
+
+@compiled
+def _promises_answer(jobs: Rows, row: int) -> bool:
+    """Tell whether more than the first token was promised: what comes after that one can give way."""
+    return bool(min(jobs["tpot"][row], jobs["e2e"][row]) < np.inf)
+
+
+@compiled
+def _size(jobs: Rows, row: int) -> float:
+    """Return the KV x time of what was promised to a row, in tokens x tokens of its answer, per weight."""
+    answer = jobs["output_tokens"][row] + jobs["tokens_left"][row] if _promises_answer(jobs, row) else 1.0
+    return float(answer * (jobs["prompt"][row] + answer / 2) / jobs["weight"][row])
+
+
+@compiled
+def _displaced(losses: Floats, size: float, since: float, most: int) -> int:
+    """Return how many of the requests lost since then fit together into `size`, the newest first, at most `most`."""
+    fit, k = 0, 0
+    while k < _LOSSES and losses[0, k] > since and fit < most:
+        if losses[1, k] <= size:
+            fit, size = fit + 1, size - losses[1, k]
+        k += 1
+    return fit
