@@ -177,7 +177,7 @@ class Forecast:
 
 
 class Jobs(Table):
-    """The requests inside one engine. The engine's adapter keeps it current; packers only read it.
+    """The requests inside one engine. The engine's adapter keeps it current; packers read it.
 
     Attributes:
         arrival, first, last: instants; first, last = of the first and of the newest token, 0 before them.
@@ -202,7 +202,8 @@ class Jobs(Table):
             `lender`, from the lender's block `loan_start` on; 0 blocks = no loan
             (`policy/memory/reservations.py`).
         first_lent_block: the first of its own blocks that the row has lent, 0 = none.
-        standing: what the default packer last found; it alone writes it (`promises/displacement.py`).
+        displacement: the default packer's verdict on a prompt, which it writes here: 0 = none, 1 = kept, 2 = given up,
+            3 = its loss is counted (`promises/displacement.py`).
     """
 
     COLUMNS: ClassVar[dict[str, type]] = {
@@ -239,7 +240,7 @@ class Jobs(Table):
         "loan_start": int,
         "loan_blocks": int,
         "first_lent_block": int,
-        "standing": int,
+        "displacement": int,
     }
     DEFAULTS: ClassVar[dict[str, float]] = {"weight": 1.0, "line_from": -math.inf, "itl": math.inf}
 

@@ -33,7 +33,8 @@ def _given_up(
 
 def _losses(*given: tuple[float, float]) -> Floats:
     losses = no_losses()
-    losses[:, : len(given)] = np.array(given).T
+    losses[:2, : len(given)] = np.array(given).T
+    losses[2, : len(given)] = 1.0
     return losses
 
 
@@ -45,7 +46,8 @@ def test_two_smaller_ones_that_were_lost_lately_are_more_than_one_large() -> Non
     assert not _given_up(_losses(lately, before), _LARGE)[0], "the overload is over"
     assert not _given_up(_losses(lately, (9.9, 239_500.0)), _LARGE)[0], "both together are larger"
     assert not _given_up(_losses(lately, lately), _LARGE | {"tokens_left": 10.0})[0], "it is as small"
-    assert not _given_up(_losses(lately, lately), _LARGE | {"weight": 200.0})[0], "it weighs more than both"
+    assert not _given_up(_losses(lately, lately), _LARGE | {"weight": 2.0})[0], "it weighs as much as both"
+    assert _given_up(_losses(lately, lately, lately), _LARGE | {"weight": 2.0})[0]
     assert not _given_up(_losses(lately, lately), _LARGE | {"tpot": np.inf})[0], "its answer can give way"
     assert not _given_up(_losses(lately, lately), _LARGE, keep=PromisesConfig(displaced_share=0.0))[0]
 
@@ -53,15 +55,22 @@ def test_two_smaller_ones_that_were_lost_lately_are_more_than_one_large() -> Non
 def test_only_prompts_with_a_promise_that_hold_nothing_are_given_up() -> None:
     losses = _losses((9.9, 1000.0), (9.9, 1000.0))
     begun = answer(arrival=9.5, first=9.8, last=9.9, ttft=1.0, tpot=0.1, tokens_left=600.0)
-    for row in (begun, {"tokens_left": 600.0}, {"e2e": 600.0, "tokens_left": 600.0}, _LARGE | {"computed": 16}):
+    for row in (
+        begun,
+        {"tokens_left": 600.0},
+        {"e2e": 600.0, "tokens_left": 600.0},
+        _LARGE | {"computed": 16, "saved": 16},
+    ):
         assert not _given_up(losses, row)[0]
+    assert _given_up(losses, _LARGE | {"computed": 16})[0], "the prefix cache has a block of it"
 
 
-@given(st.lists(st.tuples(st.floats(0.0, 10.0), st.floats(1.0, 3e5)), max_size=40), st.floats(1.0, 2000.0))
-def test_a_smaller_one_is_never_given_up_for_a_larger(lost: list[tuple[float, float]], tokens: float) -> None:
-    """If a request is given up, so is one with a longer answer."""
-    losses = _losses(*sorted(lost, reverse=True)) if lost else no_losses()
+@given(st.lists(st.floats(0.0, 10.0), max_size=40), st.floats(1.0, 3e5), st.floats(1.0, 2000.0))
+def test_a_smaller_one_is_never_given_up_for_a_larger(times: list[float], size: float, tokens: float) -> None:
+    """Of equal losses: what is given up takes as much as two of them, and so is one with a longer answer."""
+    losses = _losses(*((time, size) for time in sorted(times, reverse=True))) if times else no_losses()
     if _given_up(losses, _LARGE | {"tokens_left": tokens})[0]:
+        assert tokens * (100 + tokens / 2) >= 2 * size
         assert _given_up(losses, _LARGE | {"tokens_left": 1.5 * tokens + 1.0})[0]
 
 
@@ -72,7 +81,7 @@ def test_what_was_kept_and_is_lost_is_remembered_once() -> None:
     chosen = packer()
     for now in (0.0, 2.0, 3.0):
         chosen.pack(table, ROOM, now)
-    times, sizes = chosen.losses[:, chosen.losses[0] > -np.inf]
+    times, sizes, _ = chosen.losses[:, chosen.losses[0] > -np.inf]
     assert times.tolist() == [2.0, 2.0], (
         "the third could never be on time, nothing is promised to the next; the last is beyond its share"
     )

@@ -140,9 +140,9 @@ class PromisesConfig(NamedTuple):
     turn_capacity: answers ahead of their tpot take turns, with their KV, while by the (cautious) forecast
         they need at most this many batches; 0 = no turns.
     selects_largest_set: under overload keeps the largest set that can be on time; False = all not yet lost.
-    displaced_most: a prompt in whose place more than this many smaller requests, lost lately, would have fitted is
-        given up (`promises/displacement.py`). displaced_share: lately = within this share of the seconds that it
-        takes; 0 = none is.
+    displaced_most: a prompt is given up if requests lost lately that weigh more than this many times as much would
+        have fitted in its place (`promises/displacement.py`). displaced_share: lately = within this share of the
+        seconds that it takes; 0 = none is.
     prompts_yield: prompts are computed only in time that the answers in progress have to spare; False
         computes `min_chunk` of their tokens in each iteration.
     scales_growth: for kept requests `growth_share` is scaled by pressure; False = never.
@@ -205,7 +205,7 @@ class PackerParams(NamedTuple):
     max_gap: float = math.inf
     caution: Caution = PromisesConfig().lost
     gap_share: float = 1.0 - PromisesConfig().itl_margin
-    losses: Floats = np.empty((2, 0))
+    losses: Floats = np.empty((3, 0))
 
 
 def check(spec: EngineSpec, kv: KvUse, recipe: str) -> None:

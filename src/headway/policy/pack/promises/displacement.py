@@ -28,12 +28,12 @@ from headway.policy.pack.promises.outlook import (
 from headway.types import Floats, Ints
 
 _LOSSES = 64  # that are remembered
-_KEPT, _DISPLACES, _COUNTED = 1, 2, 3  # in `Jobs.standing`
+_KEPT, _DISPLACES, _COUNTED = 1, 2, 3  # in `Jobs.displacement`
 
 
 def no_losses() -> Floats:
-    """Return the memory of a packer's losses, newest first, shape (2, 64): instants, -inf = none yet; their sizes."""
-    return np.stack([np.full(_LOSSES, -np.inf), np.zeros(_LOSSES)])
+    """Return the memory of a packer's losses, newest first, shape (3, 64): instants, -inf = none; sizes; weights."""
+    return np.stack([np.full(_LOSSES, -np.inf), np.zeros(_LOSSES), np.zeros(_LOSSES)])
 
 
 @compiled
@@ -48,16 +48,23 @@ def give_up_large(params: PackerParams, jobs: Rows, outlook: Outlook, now: float
     _remember(losses, jobs, outlook, now, theta)
     for i in range(outlook.rows.size):
         row, level = outlook.rows[i], outlook.level[i]
-        if level in (LOST, OTHER, FAR, DISTANT) or jobs["running"][row] or jobs["computed"][row] > 0:
+        if level in (LOST, OTHER, FAR, DISTANT) or jobs["resumable"][row] or _has_begun(jobs, row):
             continue
         since = now - keep.displaced_share * _seconds(jobs, row, theta, pace)
-        displaces = _displaced(losses, _size(jobs, row), since, keep.displaced_most + 1) > keep.displaced_most
+        most = keep.displaced_most * jobs["weight"][row]
+        displaces = _displaced(losses, _size(jobs, row), since, most) > most
         if displaces:
             outlook.level[i], outlook.start[i] = LOST, -np.inf
             found[count], count = row, count + 1
-        if jobs["standing"][row] != _COUNTED:
-            jobs["standing"][row] = _DISPLACES if displaces else _KEPT
+        if jobs["displacement"][row] != _COUNTED:
+            jobs["displacement"][row] = _DISPLACES if displaces else _KEPT
     return found[:count]
+
+
+@compiled
+def _has_begun(jobs: Rows, row: int) -> bool:
+    """Tell whether a row holds more than what the prefix cache has of it, or did."""
+    return bool(jobs["running"][row] or jobs["output_tokens"][row] > 0 or jobs["saved"][row] > 0)
 
 
 @compiled
@@ -66,11 +73,11 @@ def _remember(losses: Floats, jobs: Rows, outlook: Outlook, now: float, theta: F
         row = outlook.rows[i]
         if outlook.level[i] != LOST:
             continue
-        waited = jobs["standing"][row] == _KEPT and jobs["output_tokens"][row] == 0
+        waited = jobs["displacement"][row] == _KEPT and jobs["output_tokens"][row] == 0
         if waited and jobs["urgency"][row] != BEYOND and not is_hopeless(jobs, row, theta):
             losses[:, 1:] = losses[:, :-1].copy()
-            losses[0, 0], losses[1, 0] = now, _size(jobs, row)
-        jobs["standing"][row] = _COUNTED
+            losses[0, 0], losses[1, 0], losses[2, 0] = now, _size(jobs, row), jobs["weight"][row]
+        jobs["displacement"][row] = _COUNTED
 
 
 @compiled
@@ -87,17 +94,17 @@ def _promises_answer(jobs: Rows, row: int) -> bool:
 
 @compiled
 def _size(jobs: Rows, row: int) -> float:
-    """Return the KV x time of what was promised to a row, in tokens x tokens of its answer, per weight."""
+    """Return the KV x time of what was promised to a row, in tokens x tokens of its answer."""
     answer = jobs["output_tokens"][row] + jobs["tokens_left"][row] if _promises_answer(jobs, row) else 1.0
-    return float(answer * (jobs["prompt"][row] + answer / 2) / jobs["weight"][row])
+    return float(answer * (jobs["prompt"][row] + answer / 2))
 
 
 @compiled
-def _displaced(losses: Floats, size: float, since: float, most: int) -> int:
-    """Return how many of the requests lost since then fit together into `size`, the newest first, at most `most`."""
-    fit, k = 0, 0
-    while k < _LOSSES and losses[0, k] > since and fit < most:
+def _displaced(losses: Floats, size: float, since: float, most: float) -> float:
+    """Return the weight of the requests lost since then that fit together into `size`: of the newest, up to `most`."""
+    weight, k = 0.0, 0
+    while k < losses.shape[1] and losses[0, k] > since and weight <= most:
         if losses[1, k] <= size:
-            fit, size = fit + 1, size - losses[1, k]
+            weight, size = weight + losses[2, k], size - losses[1, k]
         k += 1
-    return fit
+    return weight

@@ -8,8 +8,8 @@ No paper has this policy; it takes from several. In each iteration:
 2. Selection (`selection.py`): under overload the largest set of requests that can still be on time (Moore and
    Hodgson 1968) over time, KV and slots; a kept prompt is admitted when it and the answers in progress have
    KV, also to grow the more requests are lost. For one that finds none, answers far ahead of their tpot
-   pause, with their KV in the host pool; where it finds no slot they take turns. What would displace
-   several smaller ones is given up before (`displacement.py`).
+   pause, with their KV in the host pool; where it finds no slot they take turns. Large
+   requests that would displace several smaller ones are given up first (`displacement.py`).
 3. Iteration (`iteration.py`): kept answers, kept prompts in chunks as far as those are ahead of their tpot
    (slack, BROS 4.2), the shortest first where the others have the time; then, within a tighter bound, best
    effort and lost requests, the one that is due first before the others, and far deadlines last.
@@ -75,8 +75,8 @@ class Promises(Packer):
     keep: the policy's numbers.
     min_chunk: least prompt tokens of an iteration with a new kept prompt, while no kept answer has a tpot.
     max_step: least seconds of a usual iteration (`usual_seconds`).
-    losses: as of `displacement.no_losses`.
     swaps: KV of a row that yields goes to the host where that costs less than to compute it again (QLM 5).
+    losses: as of `displacement.no_losses`.
     """
 
     spec: EngineSpec
@@ -84,7 +84,7 @@ class Promises(Packer):
     min_chunk: int = 64
     max_step: float = 0.2
     swaps: bool = True
-    losses: Floats = field(default_factory=no_losses)
+    losses: Floats = field(default_factory=no_losses, init=False, repr=False, compare=False)
 
     @property
     def params(self) -> PackerParams:
