@@ -249,7 +249,7 @@ def search(recipe: Recipe, spec: InstanceSpec, workload: Workload, until: float,
     rng = np.random.default_rng([seed, 3])
     best = _met(recipe, spec, workload, until, workload.promised)
     tokens = (workload.prompt + workload.output).astype(float)
-    size = workload.output * (workload.prompt + workload.output / 2)
+    size = _kv_time(workload, workload.output)
     for trial in range(trials):
         if trial < len(_CUTS):
             keep = workload.promised & (size <= np.quantile(size[workload.promised], _CUTS[trial]))
@@ -292,6 +292,11 @@ def _forecast_sizes(workload: Workload, lengths: Lengths) -> Floats:
     else:
         for tier in np.unique(workload.tier):
             answer[workload.tier == tier] = workload.output[workload.tier == tier].mean()
+    return _kv_time(workload, answer)
+
+
+def _kv_time(workload: Workload, answer: Floats | Ints) -> Floats:
+    """Return the KV x time of each request with answers of that many tokens, in tokens x tokens."""
     return answer * (workload.prompt + answer / 2)
 
 

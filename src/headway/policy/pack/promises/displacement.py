@@ -1,8 +1,8 @@
 """Gives up requests that would take the place of several smaller ones. Compiled.
 
 The selection compares the requests that are there. A large one for which there is room at that moment is kept, and
-holds its KV while smaller ones arrive and are lost. So it is compared with those that were lost lately, too: for as
-long as `displaced_share` of what it takes itself, losses are expected to go on. In revenue management such a rule is a
+holds its KV while smaller ones arrive and are lost. So it is compared with those that were lost lately, too: within
+`displaced_share` of the seconds that it takes itself. In revenue management such a rule is a
 bid price: what a request takes is worth what others would have paid for it (Talluri and van Ryzin 1998).
 """
 
