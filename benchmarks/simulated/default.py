@@ -56,7 +56,7 @@ _LOST, _CALM = PromisesConfig().lost, PromisesConfig().calm
 _HASTY = _CALM._replace(answer_safety=_LOST.answer_safety, lost_below_stds=_LOST.lost_below_stds)
 ABLATIONS: dict[str, Callable[[EngineSpec], Packer]] = {
     "headway without selection": _with(selects_largest_set=False),
-    "headway without regard to recent losses": _with(displaced_share=0.0),
+    "headway without a limit of size": _with(limits_size=False),
     "headway without prompts that yield": _with(prompts_yield=False),
     "headway without a margin of tpot": _with(tpot_margin=0.0),
     "headway without far deadlines that wait": _with(defer_beyond_s=math.inf),

@@ -202,8 +202,8 @@ class Jobs(Table):
             `lender`, from the lender's block `loan_start` on; 0 blocks = no loan
             (`policy/memory/reservations.py`).
         first_lent_block: the first of its own blocks that the row has lent, 0 = none.
-        displacement: the default packer's verdict on a prompt, which it writes here: 0 = none, 1 = kept, 2 = given up,
-            3 = its loss is counted (`promises/displacement.py`).
+        verdict: of the default packer on its size, which that writes here (`promises/demand.py`): 0 = not judged yet,
+            1 = kept, 2 = too large.
     """
 
     COLUMNS: ClassVar[dict[str, type]] = {
@@ -240,7 +240,7 @@ class Jobs(Table):
         "loan_start": int,
         "loan_blocks": int,
         "first_lent_block": int,
-        "displacement": int,
+        "verdict": int,
     }
     DEFAULTS: ClassVar[dict[str, float]] = {"weight": 1.0, "line_from": -math.inf, "itl": math.inf}
 

@@ -140,9 +140,8 @@ class PromisesConfig(NamedTuple):
     turn_capacity: answers ahead of their tpot take turns, with their KV, while by the (cautious) forecast
         they need at most this many batches; 0 = no turns.
     selects_largest_set: under overload keeps the largest set that can be on time; False = all not yet lost.
-    displaced_most: a prompt is given up if requests lost lately that weigh more than this many times as much would
-        have fitted in its place (`promises/displacement.py`). displaced_share: lately = within this share of the
-        seconds that it takes; 0 = none is.
+    limits_size: the largest requests are given up while more arrives than can be served on time
+        (`promises/demand.py`).
     prompts_yield: prompts are computed only in time that the answers in progress have to spare; False
         computes `min_chunk` of their tokens in each iteration.
     scales_growth: for kept requests `growth_share` is scaled by pressure; False = never.
@@ -176,8 +175,7 @@ class PromisesConfig(NamedTuple):
     kv_lead_tokens: float = 3000.0
     turn_capacity: float = 1.3
     selects_largest_set: bool = True
-    displaced_most: int = 1
-    displaced_share: float = 0.1
+    limits_size: bool = True
     prompts_yield: bool = True
     scales_growth: bool = True
     short_prompts_first: bool = True
@@ -191,7 +189,7 @@ class PackerParams(NamedTuple):
     host: tokens that rows' KV on the host may take, 0 = it is not copied there.
     copy_seconds: of one token. max_gap: `EngineSpec.max_gap_s`.
     gap_share: of each itl, what iterations may take (`outlook.under_pressure`).
-    losses: the requests lost lately, which the packer keeps (`promises/displacement.py`).
+    demand: account of what arrives, which the packer keeps (`promises/demand.py`).
     """
 
     kind: int
@@ -205,7 +203,7 @@ class PackerParams(NamedTuple):
     max_gap: float = math.inf
     caution: Caution = PromisesConfig().lost
     gap_share: float = 1.0 - PromisesConfig().itl_margin
-    losses: Floats = np.empty((3, 0))
+    demand: Floats = np.empty((6, 0))
 
 
 def check(spec: EngineSpec, kv: KvUse, recipe: str) -> None:

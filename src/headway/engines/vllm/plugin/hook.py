@@ -234,7 +234,7 @@ class HeadwayMixin(ControlMixin, TokenCapsMixin, GrammarTimeMixin, Continuations
         jobs, row = self.jobs, self.jobs.row_of[request.request_id]
         self.kv_policy.trim(request)
         if request.num_prompt_tokens != jobs.prompt[row]:
-            jobs.arrival[row], jobs.first[row], jobs.displacement[row] = self.clock(), 0.0, 0
+            jobs.arrival[row], jobs.first[row], jobs.verdict[row] = self.clock(), 0.0, 0
             jobs.tokens_left[row] = request.max_tokens
         jobs.prompt[row], jobs.output_tokens[row] = request.num_prompt_tokens, request.num_output_tokens
         jobs.computed[row] = request.num_computed_tokens

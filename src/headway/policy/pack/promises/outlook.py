@@ -99,6 +99,7 @@ def _least(keys: Floats, serial: Ints, count: int) -> Bools:
 # long, DISTANT not for very long. LOST cannot be on time; `selection.py` makes it one of those from GOES_ON to SURPLUS.
 STREAM, ANSWER, PROMPT, HOPE, WAITS, GOES_ON, OTHER, TURN, SURPLUS, FAR, DISTANT, LOST = range(-1, 11)
 
+NOT_JUDGED, KEPT, TOO_LARGE = range(3)  # `Jobs.verdict`
 _LAST = 1e9  # seconds: more than any answer is behind
 _LONG_S = 1800.0  # for which a lost promise may show an overload after it was due
 
@@ -254,13 +255,13 @@ def pressure_of(keep: PromisesConfig, jobs: Rows, outlook: Outlook, now: float, 
     """Return the share of requests that overload has lost, divided by `full_pressure_share`, at most 1.
 
     Promises that were lost long ago count neither as lost nor as requests: what an overload has left does not
-    show that there still is one.
+    show that there still is one. Nor does what is given up as too large: without it there may be none.
     """
     lost, counted = 0, 0
     for i in range(outlook.rows.size):
         if outlook.level[i] != LOST:
             counted += 1
-        elif _still_counts(keep, jobs, outlook.rows[i], now):
+        elif jobs["verdict"][outlook.rows[i]] != TOO_LARGE and _still_counts(keep, jobs, outlook.rows[i], now):
             counted += 1
             lost += not is_hopeless(jobs, outlook.rows[i], theta)
     return float(min(lost / max(keep.full_pressure_share * counted, 1.0), 1.0))
@@ -318,7 +319,7 @@ def under_pressure(params: PackerParams, pressure: float, all_promised: bool, sl
         params.max_gap,
         caution,
         min(1.0 - params.keep.itl_margin, 1.0 / slow),
-        params.losses,
+        params.demand,
     )
 
 

@@ -8,8 +8,8 @@ No paper has this policy; it takes from several. In each iteration:
 2. Selection (`selection.py`): under overload the largest set of requests that can still be on time (Moore and
    Hodgson 1968) over time, KV and slots; a kept prompt is admitted when it and the answers in progress have
    KV, also to grow the more requests are lost. For one that finds none, answers far ahead of their tpot
-   pause, with their KV in the host pool; where it finds no slot they take turns. Large
-   requests that would displace several smaller ones are given up first (`displacement.py`).
+   pause, with their KV in the host pool; where it finds no slot they take turns. While more
+   arrives than can be served on time, the largest requests are given up first (`demand.py`).
 3. Iteration (`iteration.py`): kept answers, kept prompts in chunks as far as those are ahead of their tpot
    (slack, BROS 4.2), the shortest first where the others have the time; then, within a tighter bound, best
    effort and lost requests, the one that is due first before the others, and far deadlines last.
@@ -36,7 +36,7 @@ from headway.policy.memory.budget import KvBudget
 from headway.policy.memory.preemption_cost import are_swapped
 from headway.policy.pack import kernels
 from headway.policy.pack.kernels import CompiledStep, Rows
-from headway.policy.pack.promises.displacement import give_up_large, no_losses
+from headway.policy.pack.promises.demand import give_up_large, no_demand
 from headway.policy.pack.promises.iteration import compose, defer, make_way, seconds_allowed, take_turns, usual_seconds
 from headway.policy.pack.promises.outlook import (
     ANSWER,
@@ -76,7 +76,7 @@ class Promises(Packer):
     min_chunk: least prompt tokens of an iteration with a new kept prompt, while no kept answer has a tpot.
     max_step: least seconds of a usual iteration (`usual_seconds`).
     swaps: KV of a row that yields goes to the host where that costs less than to compute it again (QLM 5).
-    losses: as of `displacement.no_losses`.
+    demand: account of what arrives (`demand.no_demand`).
     """
 
     spec: EngineSpec
@@ -84,7 +84,7 @@ class Promises(Packer):
     min_chunk: int = 64
     max_step: float = 0.2
     swaps: bool = True
-    losses: Floats = field(default_factory=no_losses, init=False, repr=False, compare=False)
+    demand: Floats = field(default_factory=no_demand, init=False, repr=False, compare=False)
 
     @property
     def params(self) -> PackerParams:
@@ -101,7 +101,7 @@ class Promises(Packer):
             spec.copy_seconds,
             spec.max_gap_s,
             self.keep.lost,
-            losses=self.losses,
+            demand=self.demand,
         )
 
     @property
@@ -137,13 +137,13 @@ def pack(
     if answers.pace.size < every.size:
         pace = pace_of(jobs, answers.pace, theta)
     outlook = outlooks_of(calm, jobs, rows, now, theta, pace, answers.lost)
-    displacing = give_up_large(params, jobs, outlook, now, theta, pace)
     pressure = pressure_of(params.keep, jobs, outlook, now, theta)
     if pressure > 0.0:
         params = under_pressure(params, pressure, all_promised, slow)
-        _revise(params, jobs, outlook, now, theta, pace, np.concatenate((answers.lost, displacing)))
+        _revise(params, jobs, outlook, now, theta, pace, answers.lost)
     else:
         params = calm
+    give_up_large(params, jobs, outlook, kv, now, theta)
     usual = usual_seconds(params, jobs, rows[inside], theta)
     _let_streams_go_on(params, jobs, outlook, inside, kv, now, usual)
     kept = kept_of(jobs, outlook, theta, pace)
