@@ -59,6 +59,7 @@ ABLATIONS: dict[str, Callable[[EngineSpec], Packer]] = {
     "headway without a limit of size": _with(limits_size=False),
     "headway without prompts that yield": _with(prompts_yield=False),
     "headway without a margin of tpot": _with(tpot_margin=0.0),
+    "headway without answers that fall behind": _with(short_answer_stds=math.inf),
     "headway without far deadlines that wait": _with(defer_beyond_s=math.inf),
     "headway without begun answers that go on": _with(lost=_LOST._replace(keeps_begun=False)),
     "headway without a lead for answers": _with(leading_share=1.0, lost=_LOST._replace(burst_lead_s=0.0)),

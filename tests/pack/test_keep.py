@@ -138,6 +138,25 @@ def test_prompts_wait_until_the_answers_have_the_time_for_them() -> None:
     assert prompt(0.19) < prompt(0.19, packer(tight, running=64)), "and have a margin then"
 
 
+def test_an_answer_falls_behind_for_a_first_token_that_would_be_late_if_it_makes_up_for_that() -> None:
+    """The prompt takes 0.14 s in one iteration, and 0.2 s in iterations of its tpot."""
+
+    def chunk(left: float, spread: float, ttft: float = 0.18, by: Promises | None = None) -> int:
+        begun = answer(ttft=1.0, tpot=0.05, tokens_left=left, spread=spread)
+        prompt = {"prompt": 400, "ttft": ttft, "tpot": 0.05, "arrival": 0.34}
+        step = (by or packer()).pack(jobs(begun, prompt), ROOM, 0.34)
+        assert step.tokens is not None
+        assert 0 in ran(step)
+        return int(step.tokens[step.order == 1].sum())
+
+    assert chunk(200.0, 0.5) == 400
+    never = packer(PromisesConfig(short_answer_stds=np.inf))
+    assert chunk(200.0, 0.5, by=never) < 200
+    assert chunk(200.0, 1.0) < 200, "it may be too short for that"
+    assert chunk(2.0, 0.0) < 400, "as it is when few tokens are left"
+    assert chunk(200.0, 0.5, ttft=0.3) < 200, "the prompt has the time to wait for it"
+
+
 def test_what_fills_an_iteration_does_not_make_its_first_tokens_late() -> None:
     table = jobs({"prompt": 50, "ttft": 0.05}, {"prompt": 2000})
     step, alone = packer().pack(table, ROOM, 0.0), packer().pack(jobs({"prompt": 2000}), ROOM, 0.0)

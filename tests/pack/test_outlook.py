@@ -97,7 +97,7 @@ def test_a_gap_above_its_itl_is_lost_and_before_that_it_limits_the_iteration() -
         pace = pace_among(table)
         outlooks = outlooks_of(params, table.data, table.rows(), now, theta, pace, NONE)
         outlook = kept_of(table.data, outlooks, theta, pace)
-        limits = seconds_allowed(params, table.data, outlook, now, 0.2, pace)
+        limits = seconds_allowed(params, table.data, outlook, now, theta, 0.2, pace)
         assert limits.first >= limits.plain >= limits.spare
         assert limits.first == pytest.approx(most) if itl < np.inf else limits.first > most - 1e-9
 
@@ -122,7 +122,7 @@ def test_prompts_leave_an_answer_behind_its_tpot_the_time_to_catch_up() -> None:
         now = 0.1 + 5 * 0.1 - lead
         outlooks = outlooks_of(params, table.data, table.rows(), now, theta, pace, NONE)
         outlook = kept_of(table.data, outlooks, theta, pace)
-        return seconds_allowed(params, table.data, outlook, now, 0.2, pace).first
+        return seconds_allowed(params, table.data, outlook, now, theta, 0.2, pace).first
 
     assert longest(0.0) == pytest.approx(0.1)
     assert longest(-0.4) == pytest.approx(0.1 - 0.4 / 20.0), "should it be twice as long as expected"
@@ -187,7 +187,7 @@ def test_an_iteration_with_prompts_takes_longer_where_they_have_the_time(ttft: f
     params, pace = packer().params, pace_among(table)
     outlook = kept_of(table.data, outlooks_of(params, table.data, table.rows(), 0.0, theta, pace, NONE), theta, pace)
     usual = usual_seconds(params, table.data, table.rows(), theta)
-    may = seconds_allowed(params, table.data, outlook, 0.0, usual, pace)
+    may = seconds_allowed(params, table.data, outlook, 0.0, theta, usual, pace)
     assert may.first == pytest.approx(first)
     assert may.spare == pytest.approx(0.2), "others fill it no further than usual"
 

@@ -117,6 +117,8 @@ class PromisesConfig(NamedTuple):
         by more (`OnlineLatency.slow`).
     catch_up_share: an answer behind its tpot asks for iterations in which it catches up by the end of twice
         its expected answer, but for none shorter than this share of its tpot.
+    short_answer_stds: for a first token that would be late, an answer may fall behind its tpot by the seconds that it
+        makes up for until it ends, should it be this many deviations shorter than expected; inf = never.
     overdue_share, kept_overdue_share: a stream that is silent for this share of `EngineSpec.max_gap_s` goes
         first; the second for kept streams and those whose deadline is far.
     near_s: requests that have begun and are due within this go before those that have not.
@@ -161,6 +163,7 @@ class PromisesConfig(NamedTuple):
     tpot_margin: float = 0.01
     itl_margin: float = 0.1
     catch_up_share: float = 0.6
+    short_answer_stds: float = 1.5
     overdue_share: float = 0.2
     kept_overdue_share: float = 0.6
     near_s: float = 30.0

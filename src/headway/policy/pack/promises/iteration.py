@@ -27,6 +27,7 @@ from headway.policy.pack.promises.outlook import (
     Outlook,
     can_wait,
     lead_of,
+    made_up_for,
     pace_to_catch_up,
     reserved_of,
     rest_of,
@@ -57,12 +58,15 @@ class TimeLimits(NamedTuple):
 
 @compiled
 def seconds_allowed(
-    params: PackerParams, jobs: Rows, outlook: Outlook, now: float, usual: float, pace: Pace
+    params: PackerParams, jobs: Rows, outlook: Outlook, now: float, theta: Floats, usual: float, pace: Pace
 ) -> TimeLimits:
-    """Return what the kept answers allow: none may fall behind its tpot, or its deadline."""
+    """Return what the kept answers allow: none may miss its deadline, or fall behind its tpot.
+
+    Only for a first token that would be late an answer falls behind, if it makes up for that (`outlook.made_up_for`).
+    """
     soonest = _soonest(jobs, outlook, now)
-    first, tpot, deadline = _longest(params.keep, jobs, outlook, usual), np.inf, soonest
-    share = 1.0
+    first = plain = _longest(params.keep, jobs, outlook, usual)
+    tpot, deadline, share = np.inf, soonest, 1.0
     for i in range(outlook.rows.size):
         row = outlook.rows[i]
         if outlook.level[i] == PROMPT:
@@ -74,8 +78,10 @@ def seconds_allowed(
             lead = lead_of(params.keep, jobs, row, now)
             # One that is behind need not catch up at once; to stop all prompts for it would not save it.
             catch_up = pace_to_catch_up(params.keep, jobs, row, lead)
-            rest = rest_of(params, jobs, row, now)
-            slow = max(min(catch_up, until_gap(params, jobs, row, now)), pace.token)
+            gap = until_gap(params, jobs, row, now)
+            rest, slow = min(lead, gap), max(min(catch_up, gap), pace.token)
+            plain = min(plain, rest if rest > pace.token else slow)
+            rest = min(lead + made_up_for(params.keep, jobs, row, pace), gap)
             first = min(first, rest if rest > pace.token else slow)
             tpot = min(tpot, each)
             if lead < 2.0 * each:  # or it would never get ahead again
@@ -85,9 +91,27 @@ def seconds_allowed(
         left = jobs["arrival"][row] + jobs["e2e"][row] - now
         if 0.0 < left < np.inf:
             deadline = min(deadline, _each_until(params, jobs, row, left, pace))
-    spare = min(first, usual, deadline, share * tpot)
+    if first > plain and not _is_late(params, jobs, outlook, now, theta, max(plain, tpot)):
+        first = plain
+    spare = min(plain, usual, deadline, share * tpot)
     distant = min(spare, params.keep.distant_share * min(usual, tpot))
-    return TimeLimits(first, min(first, tpot), spare, distant, tpot, soonest)
+    return TimeLimits(first, min(plain, tpot), spare, distant, tpot, soonest)
+
+
+@compiled
+def _is_late(params: PackerParams, jobs: Rows, kept: Outlook, now: float, theta: Floats, limit: float) -> bool:
+    """Tell whether a promised first token would be late in iterations of `limit` seconds."""
+    decodes, context, tokens = 0, 0.0, 0
+    for i in range(kept.rows.size):
+        row = kept.rows[i]
+        if kept.level[i] <= ANSWER:
+            decodes, context = decodes + 1, context + jobs["computed"][row]
+        elif kept.level[i] == PROMPT and jobs["output_tokens"][row] == 0:
+            tokens += missing_of(jobs, row)
+            shape = Shape(decodes, context, tokens, float(jobs["computed"][row]), float(tokens), 0.0)
+            if _seconds_beside(params, theta, shape, limit) > jobs["arrival"][row] + jobs["ttft"][row] - now:
+                return True
+    return False
 
 
 @compiled

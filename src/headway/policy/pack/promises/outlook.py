@@ -216,12 +216,12 @@ def prompt_seconds(jobs: Rows, row: int, theta: Floats, pace: Pace) -> float:
 
 @compiled
 def prefill_per_token(jobs: Rows, row: int, theta: Floats, base: float) -> float:
-    """Return the seconds of a row's prompt per token of its answer.
+    """Return the seconds of a row's prompt, without what the prefix cache held of it, per token of its answer.
 
     That is the load of prompts on an iteration if each request that ends is followed by one like it.
     """
     answer = jobs["output_tokens"][row] + jobs["tokens_left"][row]
-    return float((prefill_of(theta, jobs["prompt"][row]) - base) / answer)
+    return float((prefill_of(theta, jobs["prompt"][row] - jobs["found"][row]) - base) / answer)
 
 
 @compiled
@@ -421,6 +421,18 @@ def lead_of(keep: PromisesConfig, jobs: Rows, row: int, now: float) -> float:
 def rest_of(params: PackerParams, jobs: Rows, row: int, now: float) -> float:
     """Return the seconds for which an answer can stand still: by its lead, and by its itl."""
     return float(min(lead_of(params.keep, jobs, row, now), until_gap(params, jobs, row, now)))
+
+
+@compiled
+def made_up_for(keep: PromisesConfig, jobs: Rows, row: int, pace: Pace) -> float:
+    """Return the seconds behind its tpot that an answer makes up for until it ends, should it be short.
+
+    By the mean pace, with the prompts to come: where these take all the time that its tpot leaves, it is nothing.
+    """
+    if keep.short_answer_stds == np.inf or not can_wait(jobs, row):
+        return 0.0
+    each = max((1.0 - keep.tpot_margin) * jobs["tpot"][row] - pace.mean, 0.0)
+    return least_answer(keep.short_answer_stds, jobs["spread"][row], jobs["tokens_left"][row] * each)
 
 
 @compiled

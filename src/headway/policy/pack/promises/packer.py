@@ -11,8 +11,9 @@ No paper has this policy; it takes from several. In each iteration:
    pause, with their KV in the host pool; where it finds no slot they take turns. While more
    arrives than can be served on time, the largest requests are given up first (`demand.py`).
 3. Iteration (`iteration.py`): kept answers, kept prompts in chunks as far as those are ahead of their tpot
-   (slack, BROS 4.2), the shortest first where the others have the time; then, within a tighter bound, best
-   effort and lost requests, the one that is due first before the others, and far deadlines last.
+   (slack, BROS 4.2) or fall behind for a first token that would be late, the shortest first where the others have
+   the time; then, within a tighter bound, best effort and lost requests, the one that is due first before the
+   others, and far deadlines last.
 
 Lost requests are served late, not refused: with best effort, earliest due first (`selection.py`), so that nothing
 waits for ever. Streams that have begun go on (docs/policy.md). KV is never lent; that of what gives way is
@@ -147,7 +148,7 @@ def pack(
     usual = usual_seconds(params, jobs, rows[inside], theta)
     _let_streams_go_on(params, jobs, outlook, inside, kv, now, usual)
     kept = kept_of(jobs, outlook, theta, pace)
-    limits = seconds_allowed(params, jobs, kept, now, usual, pace)
+    limits = seconds_allowed(params, jobs, kept, now, theta, usual, pace)
     room = KvBudget(kv.total, kv.free, kv.size, kv.slots - others, kv.row_chunk)
     select(params, jobs, kept, room, now, theta, pace, limits.tpot, limits.first, growth_of(params.keep, pressure))
     if answers.deferred.size:
