@@ -48,7 +48,7 @@ def problem(
     share = every * np.array(size) * each
     last = np.stack([every * (np.array(due) - seconds) for seconds in needs])
     return PlanProblem(
-        np.array(size),
+        np.array(size, float),
         np.array(model),
         np.full(items, -1),
         share,
