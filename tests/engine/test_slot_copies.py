@@ -101,9 +101,8 @@ def test_a_host_slot_that_changes_hands_within_a_step_is_written_by_one_copy_aft
 def test_a_slot_copied_elsewhere_reads_as_before(kind: str, size: int, heads: int, dim: int) -> None:
     """The attention's own operators: write, copy slots by `layout`, attend there."""
     import torch
-    from vllm.platforms import current_platform
 
-    current_platform.import_kernels()
+    right_aligned_cpu.load_kernels()
     torch.manual_seed(size)
     dtype = getattr(torch, kind)
     cache = torch.zeros(4, heads, size, 2 * dim, dtype=dtype)

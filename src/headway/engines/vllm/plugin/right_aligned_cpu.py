@@ -116,9 +116,7 @@ def reads_from_the_right(size: int, heads: int, dim: int, dtype: Any) -> bool:
 
     The same tokens are attended to in blocks of their own and in a block shared with other tokens.
     """
-    from vllm.platforms import current_platform
-
-    current_platform.import_kernels()
+    load_kernels()
     draw = torch.Generator().manual_seed(0)
     tail = size // 4
     keys, others = (torch.randn(n, 2, heads, dim, generator=draw).to(dtype) for n in (size + tail, size // 2))
@@ -132,6 +130,18 @@ def reads_from_the_right(size: int, heads: int, dim: int, dtype: Any) -> bool:
     beside = attend(cache, others[:1, 1], [3, 1], 2 * size, size + tail)
     near = 1e-4 if dtype == torch.float32 else 4e-2
     return bool(torch.allclose(alone.float(), beside.float(), atol=near))
+
+
+def load_kernels() -> None:
+    """Load vLLM's kernels, and ask the operating system for AMX's tiles, which kills a process that uses them unasked.
+
+    In an engine vLLM's own matrix products may ask only later.
+    """
+    from vllm.platforms import current_platform
+
+    current_platform.import_kernels()
+    if torch.cpu._is_amx_tile_supported():
+        torch.cpu._init_amx()
 
 
 def _write(cache: Any, data: Any, slots: Any) -> None:
