@@ -59,7 +59,7 @@ def give_up_large(params: PackerParams, jobs: Rows, outlook: Outlook, kv: KvBudg
     found = False
     for i in range(outlook.rows.size):
         if _is_new(jobs, outlook.rows[i], outlook.level[i]):
-            _count(params.demand, jobs, outlook.rows[i], now, theta)
+            _count(params.demand, jobs, outlook.rows[i], now, theta, params.keep.growth_share)
             jobs["verdict"][outlook.rows[i]], found = _COUNTED, True
     if found:
         _judge(params, jobs, outlook.rows, kv, theta)
@@ -99,8 +99,11 @@ def _has_begun(jobs: Rows, row: int) -> bool:
 
 
 @compiled
-def _count(demand: Floats, jobs: Rows, row: int, now: float, theta: Floats) -> None:
-    """Add a row to the account, in place; what was counted before loses weight with time."""
+def _count(demand: Floats, jobs: Rows, row: int, now: float, theta: Floats, grow: float) -> None:
+    """Add a row to the account, in place; what was counted before loses weight with time.
+
+    grow: share of the KV into which an answer with a deadline grows that is kept free for it (`outlook.reserved_of`).
+    """
     sums, clock = demand[:, :_SIZES], demand[:, _SIZES]
     window = max(_WINDOW_S, _WINDOW_LIVES * sums[_ALONE].sum() / max(sums[_WEIGHT].sum(), _LEAST_WEIGHT))
     left = np.exp(-max(now - clock[0], 0.0) / window)
@@ -111,7 +114,8 @@ def _count(demand: Floats, jobs: Rows, row: int, now: float, theta: Floats) -> N
     alone = prefill_of(theta, missing_of(jobs, row))
     sums[_WEIGHT, step] += weight
     sums[_SECONDS, step] += seconds
-    sums[_KV, step] += kv
+    reserve = grow * (kv - answer * jobs["prompt"][row]) if jobs["e2e"][row] < np.inf else 0.0
+    sums[_KV, step] += kv + reserve
     sums[_ANSWER, step] += answer
     time = max(jobs["e2e"][row] - alone, 1e-9)
     sums[_SPEED, step] += weight * max(1.0 / jobs["tpot"][row], _DEADLINE_MARGIN * answer / time)
