@@ -18,7 +18,7 @@ import pytest
 from headway.errors import ConfigError
 from headway.models import convert, resolve
 
-PROMPT = "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n"
+PROMPT = "<|im_start|>user\nName the capital of France.<|im_end|>\n<|im_start|>assistant\n"
 
 
 @pytest.fixture(scope="session")

@@ -23,7 +23,7 @@ from tests.helpers.examples import EXAMPLES, example
 
 TEXT = "The river rises in the hills. It feeds the mill below the old town. " * 12
 TASK, NEVER = "add(a, b), which returns the sum", "raise AssertionError('never right')"
-QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
+QUESTION = [{"role": "user", "content": "Name the capital of France."}]
 APPS = {"map-reduce-summary", "code-check", "react"}
 
 

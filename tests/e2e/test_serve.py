@@ -15,7 +15,7 @@ import pytest
 from tests.e2e.server import ANSWER_S, OPERATOR, Headway
 from tests.gateway.gateway import WEB
 
-QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
+QUESTION = [{"role": "user", "content": "Name the capital of France."}]
 
 
 @pytest.fixture(scope="module")

@@ -85,7 +85,7 @@ def adapter(folder: Path, seed: int) -> Path:
 def chat(run: str, unit: str) -> dict[str, Any]:
     messages = [
         {"role": "system", "content": f"{unit}. {SYSTEM}"},
-        {"role": "user", "content": f"{run}: what is the capital of France?"},
+        {"role": "user", "content": f"{run}: name the capital of France."},
     ]
     return {"model": "smollm2", "messages": messages, "max_tokens": 2, "temperature": 0}
 

@@ -239,7 +239,7 @@ def _ask(directory: Path) -> None:
     """Raise ConfigError unless the model in `directory` knows the capital of France."""
     torch, transformers = need("torch"), need("transformers")
     try:
-        answer = _answer(directory, "What is the capital of France?", torch, transformers)
+        answer = _answer(directory, "Name the capital of France.", torch, transformers)
     except (OSError, RuntimeError, ValueError) as error:
         answer = f"{type(error).__name__}: {error}"
     if "Paris" not in answer:

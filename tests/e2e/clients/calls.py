@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-QUESTION = "What is the capital of France?"
+QUESTION = "Name the capital of France."
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 20}}, "required": ["city"]}
 
 
