@@ -58,6 +58,10 @@ def head(headers: dict[str, str], *, end: bool = False) -> dict[str, Any]:
     return {"headers": {"headers": pairs}, "end_of_stream": end}
 
 
+def modes(mode: int = FULL_DUPLEX) -> dict[str, int]:
+    return {"request_body_mode": mode, "response_body_mode": mode}
+
+
 class Call:
     """One exchange, as Envoy has it."""
 
@@ -77,7 +81,6 @@ class Call:
         path: str = CHAT,
         parts: int = 1,
         subset: Sequence[str] | str | None = None,
-        mode: int = FULL_DUPLEX,
         trailers: bool = False,
         **headers: str,
     ) -> None:
@@ -85,9 +88,7 @@ class Call:
         data = body if isinstance(body, bytes) else json.dumps(chat() if body is None else body).encode()
         pseudo = {":method": "POST", ":path": path, ":authority": "gateway.local", ":scheme": "http"}
         more = {"content-type": "application/json", **{name.replace("_", "-"): text for name, text in headers.items()}}
-        first = ProcessingRequest(
-            request_headers=head(pseudo | more), protocol_config={"request_body_mode": mode, "response_body_mode": mode}
-        )
+        first = ProcessingRequest(request_headers=head(pseudo | more), protocol_config=modes())
         if subset is not None:
             value = subset if isinstance(subset, str) else list(subset)
             first.metadata_context.filter_metadata[SUBSET_NAMESPACE].update({SUBSET: value})
@@ -171,12 +172,13 @@ class Channel:
         await call.ask(body, **more)
         return call
 
-    async def begun(self, method: str = "POST", path: str = CHAT, *, end: bool = False) -> Call:
+    async def begun(
+        self, method: str = "POST", path: str = CHAT, *, end: bool = False, mode: int = FULL_DUPLEX
+    ) -> Call:
         """Begin a request whose body does not come."""
         call = self.call()
-        modes = {"request_body_mode": FULL_DUPLEX, "response_body_mode": FULL_DUPLEX}
         names = {":method": method, ":path": path, ":authority": "gateway.local"}
-        await call.send(request_headers=head(names, end=end), protocol_config=modes)
+        await call.send(request_headers=head(names, end=end), protocol_config=modes(mode))
         return call
 
     async def got(self, path: str) -> Call:

@@ -434,7 +434,7 @@ async def test_the_queue_and_open_streams_have_limits(opened: Open) -> None:
 
 async def test_a_proxy_that_does_not_stream_bodies_is_told_so(opened: Open) -> None:
     async with opened() as (_, channel):
-        answer = await (await channel.asked(mode=2)).immediate()
+        answer = await (await channel.begun(mode=2)).immediate()  # refused before a body is sent
         assert (answer.status, answer.error["code"]) == (500, "processing_mode")
         call = channel.call()
         await call.send(request_body={"body": b"x"})
