@@ -43,7 +43,7 @@ def openai(url: str, _: str) -> dict[str, Any]:
 
 def _tool(client: Any) -> list[str]:
     """Have a tool called; return the names of its arguments."""
-    tool = {"type": "function", "function": {"name": "find", "parameters": SCHEMA}}
+    tool = {"type": "function", "function": {"name": "find", "parameters": SCHEMA, "strict": True}}
     made = client.chat.completions.create(
         model="smollm2",
         messages=[{"role": "user", "content": QUESTION}],
