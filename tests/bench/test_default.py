@@ -149,6 +149,13 @@ def test_with_true_lengths_it_has_a_share_of_the_bound_of_its_own_and_is_not_ano
     assert true == compute(Cell(SMALL, 2.0, 0, DEFAULT, length_error=1.0))
 
 
+@pytest.mark.parametrize("ground", GROUNDS, ids=lambda ground: ground.name)
+def test_true_lengths_keep_no_fewer_promises_than_learned_ones(ground: Ground) -> None:
+    for load in (1.3, 2.0):
+        learned, true = (compute(Cell(ground, load, 0, system)) for system in (DEFAULT, TRUE))
+        assert true.kept >= learned.kept - 0.005 * learned.promised
+
+
 def test_a_search_with_hindsight_keeps_more_than_the_recipe_and_no_more_than_the_bound() -> None:
     few = {cell: compute(cell) for cell in (Cell(SMALL, 2.0, 0, system) for system in (BOUND, DEFAULT, TRUE, "slack"))}
     promised = replace(few[Cell(SMALL, 2.0, 0, DEFAULT)], kept=1)
