@@ -162,14 +162,14 @@ lint: install
 
 # Known vulnerabilities of all packages in the locks, by PyPI's advisories; `make test` does not ask the network for them.
 # A version without its local part (+cpu) is the one that PyPI knows.
-ADVISORIES := https://pypi.org/pypi/pip/json
+ADVISORIES := https://pypi.org/pypi/pip/25.0/json
 audit:
 	@if ! $(PYTHON) -c 'import urllib.request as web; web.urlopen("$(ADVISORIES)", timeout=10)' 2> /dev/null; then \
-	  echo "Skipped: PyPI cannot be reached from here, so no package has been audited."; exit; fi; set -e; \
+	  echo "Skipped: PyPI's advisories cannot be read from here, so no package has been audited."; exit; fi; set -e; \
 	test -x $(AUDIT)/bin/pip-audit || { $(PYTHON) -m venv $(AUDIT) \
 	  && $(AUDIT)/bin/pip install --quiet --disable-pip-version-check pip-audit==2.10.1; }; \
-	for lock in requirements*.lock; do sed 's/+[a-z0-9.]*$$//' $$lock > $(AUDIT)/$$lock; done; \
-	$(AUDIT)/bin/pip-audit --no-deps --disable-pip $(patsubst %,-r $(AUDIT)/%,$(wildcard requirements*.lock)) $(ARGS)
+	failed=0; for lock in requirements*.lock; do sed 's/+[a-z0-9.]*$$//' $$lock > $(AUDIT)/$$lock; \
+	  echo $$lock; $(AUDIT)/bin/pip-audit --no-deps --disable-pip -r $(AUDIT)/$$lock $(ARGS) || failed=1; done; exit $$failed
 
 bench: model
 	$(BIN)/headway bench compare --quick --out out/compare $(ARGS)
