@@ -176,6 +176,13 @@ def memory_of_ended_gateways() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="module", autouse=True)
+def objects_of_earlier_files() -> None:
+    """Leave what earlier files imported out of the collection with which each gateway starts: a second with vLLM."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def environment_mark() -> None:
     os.environ[MARK] = str(os.getpid())
