@@ -410,7 +410,7 @@ async def test_bad_requests_are_refused_in_openais_shape(opened: Open, body: Any
 
 async def test_keys_count_as_over_http(opened: Open) -> None:
     async with opened(keys=(Key("sk-alice-123456", "alice"),)) as (gateway, channel):
-        assert (await (await channel.asked()).immediate()).status == 401
+        assert (await (await channel.begun()).immediate()).status == 401
         call = await channel.asked(authorization="Bearer sk-alice-123456")
         await call.forwarded()
         assert [one.tenant for one in gateway.controller.requests.values()] == ["alice"]
