@@ -54,6 +54,13 @@ def test_what_takes_no_time_from_others_is_not_counted() -> None:
         assert _verdicts(row) == [NOT_JUDGED]
 
 
+def test_a_few_requests_in_vain_haste_condemn_no_others_of_their_size() -> None:
+    usual, few = {"e2e": 8.0, "tokens_left": 90.0, "prompt": 60}, [_SMALL] * 10
+    haste = usual | {"e2e": 0.1, "spread": 0.7}  # on time only if the answer is far shorter than expected
+    assert _verdicts(*[usual] * 60, *few) == [KEPT] * 70
+    assert _verdicts(*[usual] * 60, *few, *[haste] * 3) == [KEPT] * 73
+
+
 def test_what_has_begun_is_kept() -> None:
     crowd = [_SMALL] * 400 + [_LARGE] * 40
     begun = _LARGE | {"computed": 401, "output_tokens": 1, "running": True, "blocks": 30, "first": 0.0}

@@ -111,15 +111,17 @@ def _count(demand: Floats, jobs: Rows, row: int, now: float, theta: Floats, grow
     clock[0], clock[1] = now, clock[1] * left + window * (1.0 - left)
     answer, kv, seconds = _work(jobs, row, theta)
     weight, step = jobs["weight"][row], _step(jobs, row, theta)
-    alone = prefill_of(theta, missing_of(jobs, row))
+    alone, token = prefill_of(theta, missing_of(jobs, row)), seconds_of(theta, 1.0, jobs["prompt"][row], 0.0, 0.0)
     sums[_WEIGHT, step] += weight
     sums[_SECONDS, step] += seconds
     reserve = grow * (kv - answer * jobs["prompt"][row]) if jobs["e2e"][row] < np.inf else 0.0
     sums[_KV, step] += kv + reserve
     sums[_ANSWER, step] += answer
     time = max(jobs["e2e"][row] - alone, 1e-9)
-    sums[_SPEED, step] += weight * max(1.0 / jobs["tpot"][row], _DEADLINE_MARGIN * answer / time)
-    sums[_ALONE, step] += weight * (alone + answer * seconds_of(theta, 1.0, jobs["prompt"][row], 0.0, 0.0))
+    speed = max(1.0 / jobs["tpot"][row], _DEADLINE_MARGIN * answer / time)
+    # A size is judged by its mean: a few that ask for more than an idle engine does would condemn all others of it.
+    sums[_SPEED, step] += weight * min(speed, 1.0 / token)
+    sums[_ALONE, step] += weight * (alone + answer * token)
 
 
 @compiled
