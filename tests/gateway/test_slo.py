@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from hashlib import sha256
 from types import SimpleNamespace
@@ -36,6 +37,14 @@ def metadata(body: dict[str, Any]) -> RequestMetadata:
     params = SimpleNamespace(extra_args=body["vllm_xargs"], max_tokens=body["max_tokens"])
     facts = {"request_id": "vllm's", "arrival_time": -1.0}
     return read_metadata(SimpleNamespace(sampling_params=params, pooling_params=None, **facts))
+
+
+@pytest.mark.parametrize("value", [0, -1.0])
+def test_a_target_or_weight_that_is_not_positive_reaches_no_engine(value: float) -> None:
+    """Of a client that asks an engine directly: the packer divides by these."""
+    names = ("ttft", "tpot", "e2e", "itl", "weight")
+    found = metadata({"vllm_xargs": {f"headway_{name}": value for name in names}, "max_tokens": 8})
+    assert [getattr(found, name) for name in names] == [math.inf] * 4 + [1.0]
 
 
 def slo_targets(body: dict[str, Any]) -> dict[str, float]:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from headway.policy.core.engine_spec import PromisesConfig
 from headway.policy.core.ranks import BEYOND
-from headway.policy.forecast.latency.online import OnlineLatency
+from headway.policy.forecast.latency.online import TELLING, OnlineLatency
 from headway.policy.pack.promises.demand import best_limit, no_demand
 from headway.policy.pack.promises.outlook import KEPT, NOT_JUDGED, TOO_LARGE
 from headway.types import Floats, Jobs
@@ -27,6 +27,7 @@ def _rows(*kinds: dict[str, float], now: float = 0.0) -> Jobs:
 def _verdicts(*kinds: dict[str, float], keep: PromisesConfig | None = None) -> list[int]:
     """Return the verdicts on these requests, all of which have just come."""
     chosen, table = packer(keep), _rows(*kinds)
+    chosen.spec.latency.taught[0] = TELLING
     chosen.pack(table, ROOM, 0.0)
     return [int(table.data["verdict"][row]) for row in table.rows()]
 
@@ -44,14 +45,33 @@ def test_size_is_by_weight() -> None:
     assert _verdicts(*[_SMALL] * 400, *[_LARGE] * 40, heavy)[-2:] == [TOO_LARGE, KEPT]
 
 
-def test_what_takes_no_time_from_others_is_not_counted() -> None:
+def test_what_is_not_due_or_never_on_time_is_not_judged() -> None:
     for row in (
         {"tokens_left": 600.0, "prompt": 400},  # promised nothing
-        _LARGE | {"urgency": BEYOND},  # beyond its tenant's fair share
         _LARGE | {"e2e": 0.001},  # never on time
         _LARGE | {"e2e": 3000.0},  # not due for long
     ):
         assert _verdicts(row) == [NOT_JUDGED]
+
+
+def test_what_is_beyond_a_fair_share_is_judged_like_others_and_costs_them_nothing() -> None:
+    beyond = {"urgency": BEYOND}
+    assert _verdicts(*[_SMALL] * 400, *[_LARGE] * 40, _LARGE | beyond)[-2:] == [TOO_LARGE] * 2
+    assert _verdicts(*[_SMALL | beyond] * 400, *[_LARGE] * 5) == [KEPT] * 405
+
+
+def test_nothing_is_judged_by_a_speed_that_is_a_guess() -> None:
+    chosen, table = packer(), _rows(*[_SMALL] * 400, *[_LARGE] * 40)
+    chosen.pack(table, ROOM, 0.0)
+    assert {int(table.data["verdict"][row]) for row in table.rows()} == {NOT_JUDGED}
+
+
+def test_kv_that_others_hold_anyway_is_not_counted() -> None:
+    """Of a system prompt that fills most of the KV, and that all requests have."""
+    long = {"prompt": 8040, "computed": 8000, "found": 8000, "blocks": 500, "tokens_left": 60.0, "e2e": 8.0}
+    crowd = [long] * 4 + [long | {"tokens_left": 120.0}] * 2
+    assert TOO_LARGE in _verdicts(*crowd)
+    assert TOO_LARGE not in _verdicts(*(row | {"shared": 500} for row in crowd))
 
 
 def test_a_few_requests_in_vain_haste_condemn_no_others_of_their_size() -> None:

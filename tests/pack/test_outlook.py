@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.policy.core.engine_spec import Caution, PromisesConfig
+from headway.policy.core.feasibility import Pace
 from headway.policy.forecast.latency.online import OnlineLatency
 from headway.policy.pack.promises.iteration import seconds_allowed, usual_seconds
 from headway.policy.pack.promises.outlook import (
@@ -23,6 +24,7 @@ from headway.policy.pack.promises.outlook import (
     can_wait,
     in_pace,
     in_progress,
+    made_up_for,
     outlook_of,
     pace_of,
     pressure_of,
@@ -179,6 +181,25 @@ def test_prompts_pay_the_base_of_each_of_their_iterations() -> None:
         select(params, table.data, outlook, ROOM, 0.0, theta, pace, np.inf, longest, 0.5)
         kept.append(np.count_nonzero(outlook.level < OTHER))
     assert 40 >= kept[0] > kept[1] > kept[2] > 1
+
+
+@given(st.floats(-0.5, 0.5), st.floats(1.0, 50.0), st.floats(0.0, 1.0))
+def test_no_iteration_is_shorter_because_answers_may_fall_behind(lead: float, left: float, spread: float) -> None:
+    table = jobs(answer(ttft=1.0, tpot=0.05, tokens_left=left, spread=spread), {"ttft": 0.2, "tpot": 0.05})
+    now, theta, params, pace = 0.1 + 5 * 0.05 - lead, OnlineLatency().theta, packer().params, pace_among(table)
+    outlook = kept_of(table.data, outlooks_of(params, table.data, table.rows(), now, theta, pace, NONE), theta, pace)
+    limits = seconds_allowed(params, table.data, outlook, now, theta, 0.2, pace)
+    assert limits.first >= min(limits.plain, limits.tpot)
+
+
+@pytest.mark.parametrize("made", [1, 100, 220, 300])
+def test_what_an_answer_makes_up_for_follows_from_how_short_its_rest_can_be(made: int) -> None:
+    """Of 400 tokens with a deviation of 120: near the 7th percentile of those that have come so far."""
+    row = answer(output_tokens=made, tokens_left=400.0 - made, spread=0.3, tpot=1.0)
+    keep = PromisesConfig(short_answer_stds=1.5, tpot_margin=0.0)
+    tokens = made_up_for(keep, jobs(row).data, 0, Pace(1, 0.0, 0.0, 0.0))
+    lengths = np.random.default_rng(0).normal(400.0, 120.0, 100_000)
+    assert tokens == pytest.approx(np.quantile(lengths[lengths > made], 0.067) - made, abs=20.0)
 
 
 @pytest.mark.parametrize(("ttft", "first"), [(0.3, 0.2), (0.75, 0.3), (8.0, 0.4), (np.inf, 0.2)])

@@ -134,12 +134,12 @@ def read_metadata(request: Any) -> RequestMetadata:
     return RequestMetadata(
         id=str(extra.get(_PREFIX + "id", request.request_id)),
         arrival=_number(extra, "arrival", request.arrival_time),
-        ttft=_number(extra, "ttft", math.inf),
-        tpot=_number(extra, "tpot", math.inf),
-        e2e=_number(extra, "e2e", math.inf),
-        itl=_number(extra, "itl", math.inf),
+        ttft=_positive(extra, "ttft", math.inf),
+        tpot=_positive(extra, "tpot", math.inf),
+        e2e=_positive(extra, "e2e", math.inf),
+        itl=_positive(extra, "itl", math.inf),
         line=_number(extra, "line", 0.0),
-        weight=_number(extra, "weight", 1.0),
+        weight=_positive(extra, "weight", 1.0),
         soft=_number(extra, "soft", 0.0),
         tokens_left=_number(extra, "tokens_left", float(limit or 1)),
         spread=_number(extra, "spread", 1.0),
@@ -160,3 +160,8 @@ def _number(extra: dict[str, Any], name: str, default: float) -> float:
     value = extra.get(_PREFIX + name)
     usable = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     return float(value) if usable else default  # type: ignore[arg-type]
+
+
+def _positive(extra: dict[str, Any], name: str, default: float) -> float:
+    value = _number(extra, name, default)
+    return value if value > 0.0 else default

@@ -16,7 +16,7 @@ import numpy as np
 from headway.errors import ConfigError
 from headway.policy.core.ranks import DISTANT_S
 from headway.policy.forecast.latency.online import OnlineLatency
-from headway.types import UNLIMITED, Floats
+from headway.types import UNLIMITED, Floats, Ints
 
 
 class Obstacle(NamedTuple):
@@ -193,6 +193,7 @@ class PackerParams(NamedTuple):
     copy_seconds: of one token. max_gap: `EngineSpec.max_gap_s`.
     gap_share: of each itl, what iterations may take (`outlook.under_pressure`).
     demand: account of what arrives, which the packer keeps (`promises/demand.py`).
+    taught: `OnlineLatency.taught`.
     """
 
     kind: int
@@ -207,6 +208,7 @@ class PackerParams(NamedTuple):
     caution: Caution = PromisesConfig().lost
     gap_share: float = 1.0 - PromisesConfig().itl_margin
     demand: Floats = np.empty((6, 0))
+    taught: Ints = np.zeros(1, np.int64)
 
 
 def check(spec: EngineSpec, kv: KvUse, recipe: str) -> None:

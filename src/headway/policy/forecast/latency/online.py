@@ -18,7 +18,7 @@ _SCALE = np.array([1.0, 16.0, 16_000.0, 512.0, 512.0 * 512.0])
 _PRIOR = np.array([0.010, 0.5e-3, 1.4e-6, 0.29e-3, 1.1e-7])
 THETA_SIZE = _PRIOR.size
 _SHORTEST = 1e-4  # seconds
-_TELLING = 32  # iterations from which on the fit says more about the engine than the prior does
+TELLING = 32  # iterations from which on the fit says more about the engine than the prior does
 # Of the measured over the forecast seconds of an iteration: the share that is below `slow`, by how much one more
 # iteration moves it (so it tells of the last 2,000 or so), and its bound, which leaves half of a gap to iterations.
 _SLOW_QUANTILE, _SLOW_STEP, _SLOWEST = 0.99, 0.05, 2.0
@@ -52,7 +52,7 @@ class OnlineLatency:
     @property
     def telling(self) -> bool:
         """Tell whether enough was measured to judge requests by."""
-        return self.steps >= _TELLING
+        return self.steps >= TELLING
 
     def seconds(self, batch: Batch) -> float:
         """Return the forecast duration of one iteration of this shape, at least 0.1 ms."""
@@ -118,7 +118,7 @@ def learn(
     for i in range(5):
         forecast += theta[i] * x[i]
     expected = max(forecast, _SHORTEST)
-    if taught[0] >= _TELLING:  # (seconds > ...) is 1 in a hundredth of the iterations where `slow` is right
+    if taught[0] >= TELLING:  # (seconds > ...) is 1 in a hundredth of the iterations where `slow` is right
         step = _SLOW_STEP * ((seconds > slow[0] * expected) - (1.0 - _SLOW_QUANTILE))
         slow[0] = min(max(slow[0] + step, 1.0), _SLOWEST)
     taught[0] += 1

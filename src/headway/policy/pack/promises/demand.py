@@ -18,7 +18,7 @@ import numpy as np
 from headway.compiled import compiled
 from headway.policy.core.engine_spec import PackerParams
 from headway.policy.core.ranks import BEYOND
-from headway.policy.forecast.latency.online import prefill_of, seconds_of
+from headway.policy.forecast.latency.online import TELLING, prefill_of, seconds_of
 from headway.policy.memory.budget import KvBudget
 from headway.policy.pack.kernels import Rows, missing_of
 from headway.policy.pack.promises.outlook import DISTANT, FAR, KEPT, LOST, NOT_JUDGED, OTHER, TOO_LARGE, Outlook
@@ -27,11 +27,10 @@ from headway.types import Floats, Ints
 _SIZES = 160  # steps of size, 8 per factor of two, from
 _SMALLEST = 1e-4  # seconds of iterations that a request adds
 # What the account has of each size: weights, seconds of iterations that the requests add, KV x tokens of the answer,
-# tokens of answers, tokens per second that their promises need, seconds that each would take alone.
+# tokens of answers; by weight, the tokens per second that promises need, and the seconds that each would take alone.
 _WEIGHT, _SECONDS, _KV, _ANSWER, _SPEED, _ALONE = range(6)
 _WINDOW_S, _WINDOW_LIVES = 5.0, 2.0  # demand is averaged over twice the mean seconds alone; at least 5 s
-_FIRST_S = 2.0  # before so many seconds were counted, the rate is not known
-# The mean answer takes less than the forecast says, since answers that turn out to be long are given up.
+# Times as much as the forecasts say is served, since answers that turn out to be long are given up.
 _CAPACITY = 1.15
 _KV_SHARE = 0.9  # of the KV is used on average: blocks are kept free for answers to grow
 _DEADLINE_MARGIN = 1.2  # answers with a deadline run this much faster than it asks, for they have waited
@@ -45,22 +44,29 @@ def no_demand() -> Floats:
     Rows: `_WEIGHT` to `_ALONE`, sums that decay; a column per size. The last column has the instant of the last
     arrival and the seconds over which the sums are.
     """
-    return np.zeros((6, _SIZES + 1))
+    demand = np.zeros((6, _SIZES + 1))
+    demand[1, _SIZES] = _WINDOW_S
+    return demand
 
 
 @compiled
 def give_up_large(params: PackerParams, jobs: Rows, outlook: Outlook, kv: KvBudget, now: float, theta: Floats) -> None:
     """Count and judge the requests that are new, and make prompts that are too large LOST, in place.
 
-    Not counted: what was promised nothing or could never be on time, is not due for long (until it is), or is beyond
-    its tenant's fair share, as that takes no time from others. A request is judged once: while it waits, the limit is
-    above its size at some moment. One that begins all the same, in time that others leave, is kept.
+    Neither: what was promised nothing or is lost, or is not due for long (until it is). What is beyond its tenant's
+    fair share is judged, but not counted, as it takes no time from others. A request is judged only once: if it were
+    judged in each iteration while it waits, nearly every one would be kept, at a moment when the limit is high. One
+    that begins all the same, in time that others leave, is kept. None is judged by a speed that is only a guess.
     """
+    if params.taught[0] < TELLING:
+        return
     found = False
     for i in range(outlook.rows.size):
-        if _is_new(jobs, outlook.rows[i], outlook.level[i]):
-            _count(params.demand, jobs, outlook.rows[i], now, theta, params.keep.growth_share)
-            jobs["verdict"][outlook.rows[i]], found = _COUNTED, True
+        row = outlook.rows[i]
+        if _is_new(jobs, row, outlook.level[i]):
+            if jobs["urgency"][row] != BEYOND:
+                _count(params.demand, jobs, row, now, theta, params.keep.growth_share, kv.size)
+            jobs["verdict"][row], found = _COUNTED, True
     if found:
         _judge(params, jobs, outlook.rows, kv, theta)
     for i in range(outlook.rows.size):
@@ -83,7 +89,7 @@ def _judge(params: PackerParams, jobs: Rows, rows: Ints, kv: KvBudget, theta: Fl
 @compiled
 def _is_new(jobs: Rows, row: int, level: int) -> bool:
     """Tell whether a row is to be counted and judged now; turns of a session are not judged one by one."""
-    waits = level in (LOST, OTHER, FAR, DISTANT) or jobs["resumable"][row] or jobs["urgency"][row] == BEYOND
+    waits = level in (LOST, OTHER, FAR, DISTANT) or jobs["resumable"][row]
     return bool(jobs["verdict"][row] == NOT_JUDGED and not waits)
 
 
@@ -99,10 +105,11 @@ def _has_begun(jobs: Rows, row: int) -> bool:
 
 
 @compiled
-def _count(demand: Floats, jobs: Rows, row: int, now: float, theta: Floats, grow: float) -> None:
+def _count(demand: Floats, jobs: Rows, row: int, now: float, theta: Floats, grow: float, block: int) -> None:
     """Add a row to the account, in place; what was counted before loses weight with time.
 
     grow: share of the KV into which an answer with a deadline grows that is kept free for it (`outlook.reserved_of`).
+    block: tokens of a KV block.
     """
     sums, clock = demand[:, :_SIZES], demand[:, _SIZES]
     window = max(_WINDOW_S, _WINDOW_LIVES * sums[_ALONE].sum() / max(sums[_WEIGHT].sum(), _LEAST_WEIGHT))
@@ -115,7 +122,7 @@ def _count(demand: Floats, jobs: Rows, row: int, now: float, theta: Floats, grow
     sums[_WEIGHT, step] += weight
     sums[_SECONDS, step] += seconds
     reserve = grow * (kv - answer * jobs["prompt"][row]) if jobs["e2e"][row] < np.inf else 0.0
-    sums[_KV, step] += kv + reserve
+    sums[_KV, step] += kv + reserve - answer * min(block * jobs["shared"][row], jobs["prompt"][row])
     sums[_ANSWER, step] += answer
     time = max(jobs["e2e"][row] - alone, 1e-9)
     speed = max(1.0 / jobs["tpot"][row], _DEADLINE_MARGIN * answer / time)
@@ -140,20 +147,20 @@ def _work(jobs: Rows, row: int, theta: Floats) -> tuple[float, float, float]:
 
 @compiled
 def _step(jobs: Rows, row: int, theta: Floats) -> int:
-    """Return the size of a row: the seconds that it adds, divided by its weight."""
+    """Return the size of a row, as a column of the account: the seconds that it adds, divided by its weight."""
     size = _work(jobs, row, theta)[2] / jobs["weight"][row]
     return int(min(max(8.0 * np.log2(max(size, 1e-12) / _SMALLEST), 0.0), _SIZES - 1.0))
 
 
 @compiled
 def best_limit(demand: Floats, theta: Floats, kv: float, slots: float) -> int:
-    """Return the largest size up to which requests should be kept; kv: tokens.
+    """Return the largest size (`_step`) up to which requests should be kept; kv: tokens.
 
     For each limit, and each pace that some of the requests need, `kept` is the weight of those that it is enough for,
     times the share of all up to the limit that can be served at this pace.
     """
     steps = np.flatnonzero(demand[_WEIGHT, :_SIZES] > _LEAST_WEIGHT)
-    rates = demand[:, steps] / (_CAPACITY * max(demand[1, _SIZES], _FIRST_S))
+    rates = demand[:, steps] / (_CAPACITY * demand[1, _SIZES])
     base, paces = seconds_of(theta, 0.0, 0.0, 0.0, 0.0), np.empty(steps.size)
     for k in range(steps.size):
         paces[k] = rates[_WEIGHT, k] / max(rates[_SPEED, k], 1e-12)

@@ -14,6 +14,7 @@ import numpy as np
 from headway.compiled import compiled
 from headway.policy.core.engine_spec import PackerParams, PromisesConfig
 from headway.policy.core.feasibility import Pace
+from headway.policy.core.ranks import BEYOND
 from headway.policy.core.sorting import before, pop, sort
 from headway.policy.forecast.latency.online import prefill_of, seconds_of
 from headway.policy.memory.budget import KvBudget
@@ -62,7 +63,8 @@ def seconds_allowed(
 ) -> TimeLimits:
     """Return what the kept answers allow: none may miss its deadline, or fall behind its tpot.
 
-    Only for a first token that would be late an answer falls behind, if it makes up for that (`outlook.made_up_for`).
+    Only for a first token that would be late otherwise an answer falls behind, if it makes up for that
+    (`outlook.made_up_for`).
     """
     soonest = _soonest(jobs, outlook, now)
     first = plain = _longest(params.keep, jobs, outlook, usual)
@@ -79,10 +81,10 @@ def seconds_allowed(
             # One that is behind need not catch up at once; to stop all prompts for it would not save it.
             catch_up = pace_to_catch_up(params.keep, jobs, row, lead)
             gap = until_gap(params, jobs, row, now)
-            rest, slow = min(lead, gap), max(min(catch_up, gap), pace.token)
-            plain = min(plain, rest if rest > pace.token else slow)
-            rest = min(lead + made_up_for(params.keep, jobs, row, pace), gap)
-            first = min(first, rest if rest > pace.token else slow)
+            rest = min(lead, gap)
+            rest = rest if rest > pace.token else max(min(catch_up, gap), pace.token)
+            plain = min(plain, rest)
+            first = min(first, max(rest, min(lead + made_up_for(params.keep, jobs, row, pace), gap)))
             tpot = min(tpot, each)
             if lead < 2.0 * each:  # or it would never get ahead again
                 share = min(share, params.keep.leading_share)
@@ -101,14 +103,16 @@ def seconds_allowed(
 @compiled
 def _is_late(params: PackerParams, jobs: Rows, kept: Outlook, now: float, theta: Floats, limit: float) -> bool:
     """Tell whether a promised first token would be late in iterations of `limit` seconds."""
-    decodes, context, tokens = 0, 0.0, 0
+    decodes, context, tokens, ahead, rest = 0, 0.0, 0, 0.0, 0.0
     for i in range(kept.rows.size):
         row = kept.rows[i]
         if kept.level[i] <= ANSWER:
             decodes, context = decodes + 1, context + jobs["computed"][row]
-        elif kept.level[i] == PROMPT and jobs["output_tokens"][row] == 0:
+        elif kept.level[i] == PROMPT and jobs["output_tokens"][row] == 0 and jobs["urgency"][row] != BEYOND:
+            if tokens == 0:
+                ahead, rest = float(jobs["computed"][row]), float(missing_of(jobs, row))
             tokens += missing_of(jobs, row)
-            shape = Shape(decodes, context, tokens, float(jobs["computed"][row]), float(tokens), 0.0)
+            shape = Shape(decodes, context, tokens, ahead, rest, 0.0)
             if _seconds_beside(params, theta, shape, limit) > jobs["arrival"][row] + jobs["ttft"][row] - now:
                 return True
     return False

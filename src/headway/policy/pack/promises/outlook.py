@@ -320,6 +320,7 @@ def under_pressure(params: PackerParams, pressure: float, all_promised: bool, sl
         caution,
         min(1.0 - params.keep.itl_margin, 1.0 / slow),
         params.demand,
+        params.taught,
     )
 
 
@@ -432,7 +433,10 @@ def made_up_for(keep: PromisesConfig, jobs: Rows, row: int, pace: Pace) -> float
     if keep.short_answer_stds == np.inf or not can_wait(jobs, row):
         return 0.0
     each = max((1.0 - keep.tpot_margin) * jobs["tpot"][row] - pace.mean, 0.0)
-    return least_answer(keep.short_answer_stds, jobs["spread"][row], jobs["tokens_left"][row] * each)
+    left = jobs["tokens_left"][row]
+    # Of the whole answer, `spread` is the deviation; that of the rest, given that it has come so far, is about this.
+    deviation = jobs["spread"][row] * np.sqrt((jobs["output_tokens"][row] + left) * left)
+    return float(max(left - keep.short_answer_stds * deviation, 0.0) * each)
 
 
 @compiled

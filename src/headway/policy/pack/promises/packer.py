@@ -103,6 +103,7 @@ class Promises(Packer):
             spec.max_gap_s,
             self.keep.lost,
             demand=self.demand,
+            taught=spec.latency.taught,
         )
 
     @property
