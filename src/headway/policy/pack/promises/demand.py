@@ -30,6 +30,7 @@ _SMALLEST = 1e-4  # seconds of iterations that a request adds
 # tokens of answers; by weight, the tokens per second that promises need, and the seconds that each would take alone.
 _WEIGHT, _SECONDS, _KV, _ANSWER, _SPEED, _ALONE = range(6)
 _WINDOW_S, _WINDOW_LIVES = 5.0, 2.0  # demand is averaged over twice the mean seconds alone; at least 5 s
+_FIRST_S = 2.0  # before so many seconds were counted, the rate is not known
 # Times as much as the forecasts say is served, since answers that turn out to be long are given up.
 _CAPACITY = 1.15
 _KV_SHARE = 0.9  # of the KV is used on average: blocks are kept free for answers to grow
@@ -42,10 +43,10 @@ def no_demand() -> Floats:
     """Return the account of an engine to which nothing came, shape (6, 161).
 
     Rows: `_WEIGHT` to `_ALONE`, sums that decay; a column per size. The last column has the instant of the last
-    arrival and the seconds over which the sums are.
+    arrival, inf = none yet, and the seconds over which the sums are.
     """
     demand = np.zeros((6, _SIZES + 1))
-    demand[1, _SIZES] = _WINDOW_S
+    demand[0, _SIZES] = np.inf
     return demand
 
 
@@ -160,7 +161,7 @@ def best_limit(demand: Floats, theta: Floats, kv: float, slots: float) -> int:
     times the share of all up to the limit that can be served at this pace.
     """
     steps = np.flatnonzero(demand[_WEIGHT, :_SIZES] > _LEAST_WEIGHT)
-    rates = demand[:, steps] / (_CAPACITY * demand[1, _SIZES])
+    rates = demand[:, steps] / (_CAPACITY * max(demand[1, _SIZES], _FIRST_S))
     base, paces = seconds_of(theta, 0.0, 0.0, 0.0, 0.0), np.empty(steps.size)
     for k in range(steps.size):
         paces[k] = rates[_WEIGHT, k] / max(rates[_SPEED, k], 1e-12)
