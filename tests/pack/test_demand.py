@@ -67,11 +67,11 @@ def test_nothing_is_judged_by_a_speed_that_is_a_guess() -> None:
 
 
 def test_kv_that_others_hold_anyway_is_not_counted() -> None:
-    """Of a system prompt that fills most of the KV, and that all requests have."""
-    long = {"prompt": 8040, "computed": 8000, "found": 8000, "blocks": 500, "tokens_left": 60.0, "e2e": 8.0}
-    crowd = [long] * 4 + [long | {"tokens_left": 120.0}] * 2
-    assert TOO_LARGE in _verdicts(*crowd)
-    assert TOO_LARGE not in _verdicts(*(row | {"shared": 500} for row in crowd))
+    """Of a system prompt that takes a quarter of the KV, and that all requests have."""
+    long = {"prompt": 4040, "computed": 4000, "found": 4000, "blocks": 250, "tokens_left": 60.0, "e2e": 8.0}
+    crowd = [long] * 3 + [long | {"tokens_left": 120.0}] * 2
+    assert _verdicts(*crowd) == [KEPT] * 3 + [TOO_LARGE] * 2
+    assert _verdicts(*(row | {"shared": 250} for row in crowd)) == [KEPT] * 5
 
 
 def test_a_few_requests_in_vain_haste_condemn_no_others_of_their_size() -> None:
