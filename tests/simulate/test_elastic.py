@@ -59,7 +59,7 @@ def test_a_golden_run() -> None:
     tpot = (outcome.end - outcome.first) / np.maximum(work.output - 1, 1)
     kept = (outcome.first - work.arrival <= work.ttft) & (tpot <= work.tpot)
     assert decided == [(210, 1, 2), (435, 2, 1)], "two keep all"
-    assert kept.mean() == pytest.approx(0.9672, abs=1e-4)
+    assert kept.mean() == pytest.approx(0.9632, abs=1e-4)
     assert outcome.engine_s == pytest.approx(940.9, abs=0.1)
 
 
